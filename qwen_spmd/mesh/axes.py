@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh: always three axes, an unused one has size 1.
+
+dp  independent groups of tokens
+ep  experts; outside the experts, tokens too
+tp  heads, FFN width, vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("dp", "ep", "tp")
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of `dp * ep * tp` devices, by default the first ones of this process's platform."""
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < dp * ep * tp:
+        raise ValueError(f"mesh: dp={dp} ep={ep} tp={tp} needs {dp * ep * tp} devices, there are {len(devices)}")
+    grid = np.asarray(devices[: dp * ep * tp]).reshape(dp, ep, tp)
+    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * 3)

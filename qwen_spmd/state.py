@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelState, what a model remembers between steps, and Batch, one step's inputs.
+
+Both are pytrees of arrays. The state lives on the device, is donated to every step and updated in place; who owns
+which page and slot is decided on the host (`serve/blocks.py`). Not here: allocation, padding, sampling rules.
+
+Page 0 and slot 0 are null: padding reads and writes there, and nobody reads what it left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from qwen_spmd.config import ModelConfig
+from qwen_spmd.params import dims
+
+MAX_STOP_IDS = 16
+"""Stop token ids that one request can have on the device."""
+
+FROM_SLOT = -1
+"""In `Batch.tokens_T`: take the token that was last sampled in the sequence's slot."""
+
+
+@struct.dataclass
+class ModelState:
+    """KV pages and recurrent slots of all layers of a kind, stacked over L in layer order.
+
+    kv       [L, P, K, 2, S, H] model dtype; [.., 0, ..] keys after norm and rope, [.., 1, ..] values
+    conv     [L, R, W-1, C]     model dtype; the last W-1 inputs of the causal convolution, oldest first
+    rec      [L, R, U, Y, Z]    float32; the recurrent matrices
+    token    [R]                int32; the token last sampled in each slot
+    stopped  [R]                bool; its sequence has sampled a stop token or reached its length limit
+    """
+
+    kv: jax.Array = dims("LPK2SH")
+    conv: jax.Array = dims("LRWC")
+    rec: jax.Array = dims("LRUYZ", dtype=jnp.float32)
+    token: jax.Array = dims("R", dtype=jnp.int32)
+    stopped: jax.Array = dims("R", dtype=jnp.bool_)
+
+
+@struct.dataclass
+class Sampling:
+    """How each of B sequences picks its next token. All combine in the order that `layers/sample.py` gives.
+
+    temperature_B  float32, 0 is greedy      top_k_B     int32, 0 is off
+    top_p_B        float32, 1 is off         min_p_B     float32, 0 is off
+    seed_B         uint32; with the position, the only source of randomness
+    stop_ids_B     int32 [B, MAX_STOP_IDS], unused places -1
+    min_len_B      int32; stop ids cannot be sampled while the sequence is shorter (prompt + min_tokens)
+    max_len_B      int32; the sequence ends when it is this long (prompt + max_tokens)
+    """
+
+    temperature_B: jax.Array
+    top_k_B: jax.Array
+    top_p_B: jax.Array
+    min_p_B: jax.Array
+    seed_B: jax.Array
+    stop_ids_B: jax.Array
+    min_len_B: jax.Array
+    max_len_B: jax.Array
+
+
+@struct.dataclass
+class Batch:
+    """One step: T tokens of B sequences, flat and ragged, one-token (decode) sequences first. All int32 but `fresh_B`.
+
+    tokens_T      ids, or FROM_SLOT; after the last sequence's tokens, padding (any id)
+    q_start_B     [B+1]; sequence b's tokens are rows q_start[b] to q_start[b+1]; padding sequences are empty
+    kv_len_B      context length after this step: tokens before it plus the sequence's tokens in it
+    pages_BP      the sequence's pages in order; unused places 0
+    read_slot_B   where its recurrent state is read
+    write_slot_B  where it is written; equal for plain decode
+    fresh_B       bool; it has no state yet: start from zeros, whatever the slot holds
+    """
+
+    tokens_T: jax.Array
+    q_start_B: jax.Array
+    kv_len_B: jax.Array
+    pages_BP: jax.Array
+    read_slot_B: jax.Array
+    write_slot_B: jax.Array
+    fresh_B: jax.Array
+    sampling: Sampling
+
+
+@struct.dataclass
+class Ragged:
+    """What every layer needs to know about the rows of a Batch, computed once a step.
+
+    seq_T, pos_T    each row's sequence and position in it; valid_T is False for padding
+    page_T, slot_T  where its key and value are written: page 0 for padding
+    q_start_B, kv_len_B, pages_BP, read_slot_B, write_slot_B, fresh_B  as in Batch
+    """
+
+    seq_T: jax.Array
+    pos_T: jax.Array
+    valid_T: jax.Array
+    page_T: jax.Array
+    slot_T: jax.Array
+    q_start_B: jax.Array
+    kv_len_B: jax.Array
+    pages_BP: jax.Array
+    read_slot_B: jax.Array
+    write_slot_B: jax.Array
+    fresh_B: jax.Array
+
+    @property
+    def q_len_B(self) -> jax.Array:
+        return self.q_start_B[1:] - self.q_start_B[:-1]
+
+
+def ragged(batch: Batch, page_size: int) -> Ragged:
+    """Derive the per-row indices of a batch."""
+    T, B = batch.tokens_T.shape[0], batch.kv_len_B.shape[0]
+    row_T = jnp.arange(T, dtype=jnp.int32)
+    valid_T = row_T < batch.q_start_B[-1]
+    seq_T = jnp.searchsorted(batch.q_start_B[1:], row_T, side="right").astype(jnp.int32)
+    seq_T = jnp.where(valid_T, seq_T, B - 1)
+    pos_T = batch.kv_len_B[seq_T] - batch.q_start_B[seq_T + 1] + row_T
+    pos_T = jnp.where(valid_T, pos_T, 0)
+    page_T = jnp.where(valid_T, batch.pages_BP[seq_T, pos_T // page_size], 0)
+    return Ragged(
+        seq_T=seq_T,
+        pos_T=pos_T,
+        valid_T=valid_T,
+        page_T=page_T,
+        slot_T=pos_T % page_size,
+        q_start_B=batch.q_start_B,
+        kv_len_B=batch.kv_len_B,
+        pages_BP=batch.pages_BP,
+        read_slot_B=batch.read_slot_B,
+        write_slot_B=batch.write_slot_B,
+        fresh_B=batch.fresh_B,
+    )
+
+
+def declare(cfg: ModelConfig, dtype: Any, *, pages: int, page_size: int, slots: int) -> ModelState:
+    """ModelState as `jax.ShapeDtypeStruct`s, for `pages` KV pages of `page_size` tokens and `slots` sequences.
+
+    Both counts include the null page and slot. A model without layers of a kind has arrays with L = 0.
+    """
+    sizes = {"U": 0, "Y": 0, "Z": 0, "C": 0, "W": 1} | cfg.dims()
+    sizes |= {"W": sizes["W"] - 1, "P": pages, "S": page_size, "R": slots, "2": 2}
+    layers = {"kv": cfg.count("attention"), "conv": cfg.count("gated_delta"), "rec": cfg.count("gated_delta")}
+    return ModelState(
+        **{
+            f.name: jax.ShapeDtypeStruct(
+                tuple((sizes | {"L": layers.get(f.name, 0)})[c] for c in f.metadata["dims"]),
+                f.metadata["dtype"] or jnp.dtype(dtype),
+            )
+            for f in dataclasses.fields(ModelState)  # type: ignore[arg-type]
+        }
+    )
