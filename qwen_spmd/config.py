@@ -127,6 +127,11 @@ def load_config(folder: Path, overrides: dict[str, Any] | None = None) -> ModelC
         hf = json.loads(path.read_text())
     except json.JSONDecodeError as e:
         raise ValueError(f"{path}: not JSON ({e})") from e
+    if not isinstance(hf, dict):
+        raise ValueError(f"{path}: holds a {type(hf).__name__}, expected an object")
+    # Nothing would read them there: a YaRN setting would be accepted and ignored.
+    if "text_config" in hf and (lost := sorted((overrides or {}).keys() - hf.keys())):
+        raise ValueError(f"overrides: {path} has no {', '.join(lost)}; fields of the text model go in 'text_config'")
     return from_hf(_merge(hf, overrides or {}))
 
 
@@ -143,6 +148,8 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
     Raises ValueError that names the field for anything missing, of another family, or that this model does not compute.
     """
     text = hf.get("text_config", hf)
+    if not isinstance(text, dict):
+        raise ValueError(f"config.json: text_config is {text!r}, expected an object")
     kind = text.get("model_type", hf.get("model_type"))
     if kind not in FAMILIES:
         raise ValueError(f"config.json: model_type is {kind!r}; supported are {', '.join(sorted(FAMILIES))}")
@@ -154,7 +161,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
         if name not in text:
             raise ValueError(f"config.json: {name} is missing, a {family} model needs it")
         value = text[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"config.json: {name} is {value!r}, expected {_type_names(kinds)}")
         if kinds is int and value <= 0:
             raise ValueError(f"config.json: {name} is {value}, it must be positive")
@@ -162,16 +169,16 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
 
     def refuse(name: str, *allowed: Any) -> None:
         if text.get(name, allowed[0]) not in allowed:
-            raise ValueError(
-                f"config.json: {name} is {text[name]!r}; supported: {', '.join(repr(a) for a in allowed)}"
-            )
+            raise ValueError(f"config.json: {name} is {text[name]!r}; supported: {', '.join(repr(a) for a in allowed)}")
 
     refuse("hidden_act", "silu")
     refuse("attention_bias", False)
     refuse("use_sliding_window", False, None)
     refuse("sliding_window", None)
     refuse("mtp_use_dedicated_embeddings", False)
+    refuse("mtp_num_hidden_layers", 0, 1, None)
     if hybrid:
+        refuse("mlp_only_layers", [], None)
         refuse("attn_output_gate", True)
         refuse("output_gate_type", "swish")
 
@@ -219,9 +226,7 @@ def _mixers(text: dict[str, Any], layers: int, hybrid: bool) -> list[Mixer]:
         interval = text.get("full_attention_interval")
         if not isinstance(interval, int) or interval < 1:
             raise ValueError(f"config.json: full_attention_interval is {interval!r}, expected a positive integer")
-        names = [
-            "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)
-        ]
+        names = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
     if len(names) != layers:
         raise ValueError(f"config.json: layer_types has {len(names)} entries, num_hidden_layers is {layers}")
     unknown = sorted(set(names) - set(MIXERS))
@@ -235,6 +240,10 @@ def _ffns(text: dict[str, Any], layers: int, hybrid: bool, moe: bool) -> list[Ff
         return ["mlp"] * layers
     dense = text.get("mlp_only_layers") or []
     step = 1 if hybrid else text.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list):
+        raise ValueError(f"config.json: mlp_only_layers is {dense!r}, expected a list of layers")
+    if not isinstance(step, int) or step < 1:
+        raise ValueError(f"config.json: decoder_sparse_step is {step!r}, expected a positive integer")
     return ["mlp" if i in dense or (i + 1) % step else "moe" for i in range(layers)]
 
 
@@ -278,7 +287,10 @@ def _moe(text: dict[str, Any], get: Any, hybrid: bool) -> Moe:
 
 
 def _rope(text: dict[str, Any], head_dim: int, hybrid: bool) -> Rope:
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope, old = (text.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    if rope and old and rope != old:
+        raise ValueError("config.json: rope_parameters and rope_scaling are both there and differ, keep one")
+    rope = rope or old
     theta = rope.get("rope_theta", text.get("rope_theta"))
     if not isinstance(theta, int | float):
         raise ValueError(f"config.json: rope_theta is {theta!r}, expected a number")
@@ -290,7 +302,7 @@ def _rope(text: dict[str, Any], head_dim: int, hybrid: bool) -> Rope:
     dim = int(head_dim * fraction)
     if not 0 < dim <= head_dim or dim % 2:
         raise ValueError(
-            f"config.json: partial_rotary_factor {fraction} of head_dim {head_dim} rotates {dim} dims, need an even number"
+            f"config.json: partial_rotary_factor {fraction} of head_dim {head_dim} is {dim} dims, it must be even"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -301,12 +313,14 @@ def _rope(text: dict[str, Any], head_dim: int, hybrid: bool) -> Rope:
     if not isinstance(factor, int | float) or factor < 1:
         raise ValueError(f"config.json: rope factor is {factor!r}, expected a number of at least 1")
     original = rope.get("original_max_position_embeddings", text.get("max_position_embeddings"))
+    if not isinstance(original, int) or original < 1:
+        raise ValueError(f"config.json: original_max_position_embeddings is {original!r}, expected a positive integer")
     attention_factor = rope.get("attention_factor") or 0.1 * math.log(factor) + 1.0
     return Rope(
         theta=float(theta),
         dim=dim,
         yarn_factor=float(factor),
-        yarn_original_len=int(original),
+        yarn_original_len=original,
         yarn_beta_fast=float(rope.get("beta_fast") or 32),
         yarn_beta_slow=float(rope.get("beta_slow") or 1),
         attention_factor=float(attention_factor),

@@ -22,6 +22,7 @@ import numpy as np
 from flax import struct
 
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.mesh.rules import Layout
 
 Init = Literal["normal", "zeros", "ones", "decay_rate", "decay_bias"]
 
@@ -168,6 +169,16 @@ def declare(cfg: ModelConfig, dtype: Any) -> Params:
 def abstract(cfg: ModelConfig, dtype: Any) -> Params:
     """Params as `jax.ShapeDtypeStruct`s."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), declare(cfg, dtype))
+
+
+def abstract_like(params: Params) -> Params:
+    """Shapes, dtypes and shardings of existing parameters."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+
+
+def specs(cfg: ModelConfig, layout: Layout) -> Params:
+    """Params of `PartitionSpec`s: each leaf's letters looked up in the layout."""
+    return jax.tree.map(lambda leaf: layout.spec(leaf.dims), declare(cfg, jnp.float32))
 
 
 def init(cfg: ModelConfig, dtype: Any, key: jax.Array) -> Params:

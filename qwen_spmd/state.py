@@ -68,7 +68,7 @@ class Sampling:
 
 @struct.dataclass
 class Batch:
-    """One step: T tokens of B sequences, flat and ragged, one-token (decode) sequences first. All int32 but `fresh_B`.
+    """One step: T tokens of B sequences, flat and ragged, one-token (decode) sequences first. int32, except as noted.
 
     tokens_T      ids, or FROM_SLOT; after the last sequence's tokens, padding (any id)
     q_start_B     [B+1]; sequence b's tokens are rows q_start[b] to q_start[b+1]; padding sequences are empty
@@ -77,6 +77,7 @@ class Batch:
     read_slot_B   where its recurrent state is read
     write_slot_B  where it is written; equal for plain decode
     fresh_B       bool; it has no state yet: start from zeros, whatever the slot holds
+    emit_B        bool; its last token here is the last that is known: sample the next. False within a chunked prefill
     """
 
     tokens_T: jax.Array
@@ -86,6 +87,7 @@ class Batch:
     read_slot_B: jax.Array
     write_slot_B: jax.Array
     fresh_B: jax.Array
+    emit_B: jax.Array
     sampling: Sampling
 
 
@@ -96,6 +98,7 @@ class Ragged:
     seq_T, pos_T    each row's sequence and position in it; valid_T is False for padding
     page_T, slot_T  where its key and value are written: page 0 for padding
     q_start_B, kv_len_B, pages_BP, read_slot_B, write_slot_B, fresh_B  as in Batch
+    one_token       static; sequence b is row b or empty, as in a decode window
     """
 
     seq_T: jax.Array
@@ -109,34 +112,39 @@ class Ragged:
     read_slot_B: jax.Array
     write_slot_B: jax.Array
     fresh_B: jax.Array
+    one_token: bool = struct.field(pytree_node=False)
 
     @property
     def q_len_B(self) -> jax.Array:
+        if self.one_token:
+            return self.valid_T.astype(jnp.int32)
         return self.q_start_B[1:] - self.q_start_B[:-1]
 
 
-def ragged(batch: Batch, page_size: int) -> Ragged:
-    """Derive the per-row indices of a batch."""
+def ragged(batch: Batch, page_size: int, *, one_token: bool = False) -> Ragged:
+    """Derive the per-row indices of a batch. With `one_token`, T = B and a sequence with kv_len 0 is empty."""
     T, B = batch.tokens_T.shape[0], batch.kv_len_B.shape[0]
     row_T = jnp.arange(T, dtype=jnp.int32)
-    valid_T = row_T < batch.q_start_B[-1]
-    seq_T = jnp.searchsorted(batch.q_start_B[1:], row_T, side="right").astype(jnp.int32)
-    seq_T = jnp.where(valid_T, seq_T, B - 1)
-    pos_T = batch.kv_len_B[seq_T] - batch.q_start_B[seq_T + 1] + row_T
-    pos_T = jnp.where(valid_T, pos_T, 0)
-    page_T = jnp.where(valid_T, batch.pages_BP[seq_T, pos_T // page_size], 0)
+    if one_token:
+        q_start_B, seq_T, valid_T = jnp.arange(B + 1, dtype=jnp.int32), row_T, batch.kv_len_B > 0
+    else:
+        q_start_B, valid_T = batch.q_start_B, row_T < batch.q_start_B[-1]
+        seq_T = jnp.searchsorted(q_start_B[1:], row_T, side="right").astype(jnp.int32)
+        seq_T = jnp.where(valid_T, seq_T, B - 1)
+    pos_T = jnp.where(valid_T, batch.kv_len_B[seq_T] - q_start_B[seq_T + 1] + row_T, 0)
     return Ragged(
         seq_T=seq_T,
         pos_T=pos_T,
         valid_T=valid_T,
-        page_T=page_T,
+        page_T=jnp.where(valid_T, batch.pages_BP[seq_T, pos_T // page_size], 0),
         slot_T=pos_T % page_size,
-        q_start_B=batch.q_start_B,
+        q_start_B=q_start_B,
         kv_len_B=batch.kv_len_B,
         pages_BP=batch.pages_BP,
         read_slot_B=batch.read_slot_B,
         write_slot_B=batch.write_slot_B,
         fresh_B=batch.fresh_B,
+        one_token=one_token,
     )
 
 

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device kernels, one folder per op: Pallas for TPU, jax-triton for NVIDIA GPUs, and the plain jnp reference of each.
+
+An op's `__init__` is its contract and dispatch, `reference` the oracle (also what a CPU runs), `cases` the named
+shapes that its parity test and the benchmark share. Kernels know nothing of models.
+"""
+
+from typing import Literal
+
+import jax
+
+Impl = Literal["reference"]
+
+
+def impl_for(device: jax.Device) -> Impl:
+    """The implementation that a device of this platform runs."""
+    return "reference"

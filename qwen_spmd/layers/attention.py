@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention mixer: projections, qk-norm, rope, attention, output gate, output projection."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from qwen_spmd.config import ModelConfig
+from qwen_spmd.layers.linear import einsum
+from qwen_spmd.layers.norm import rms_norm
+from qwen_spmd.layers.rope import rotate
+from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.paged_attention import paged_attention, reference
+from qwen_spmd.params import Attention
+from qwen_spmd.state import Ragged
+
+CosSin = tuple[jax.Array, jax.Array]
+
+
+def attention(
+    p: Attention,
+    l: jax.Array,
+    x_TD: jax.Array,
+    cos_sin: CosSin,
+    kv: jax.Array,
+    layer: jax.Array,
+    rows: Ragged,
+    *,
+    cfg: ModelConfig,
+    impl: Impl,
+) -> tuple[jax.Array, jax.Array]:
+    """One step of layer `l` of this stack, whose pages are `kv[layer]`. Returns [T, D] and kv."""
+    q, k, v = _project(p, l, x_TD, cos_sin, cfg)
+    o_TNH, kv = paged_attention(q, k, v, kv, layer, rows, impl=impl)
+    return _output(p, l, x_TD, o_TNH), kv
+
+
+def attention_sequences(
+    p: Attention, l: jax.Array, x_BTD: jax.Array, cos_sin: CosSin, *, cfg: ModelConfig
+) -> jax.Array:
+    """The same over whole sequences, differentiable."""
+    return _output(p, l, x_BTD, reference.sequences(*_project(p, l, x_BTD, cos_sin, cfg)))
+
+
+def _project(p: Attention, l: jax.Array, x: jax.Array, cos_sin: CosSin, cfg: ModelConfig) -> tuple[jax.Array, ...]:
+    norm = {"eps": cfg.norm_eps, "zero_centred": cfg.zero_centred_norms}
+    q = rms_norm(einsum("...d,dnh->...nh", x, p.w_q[l]), p.q_norm[l], **norm)
+    k = rms_norm(einsum("...d,dkh->...kh", x, p.w_k[l]), p.k_norm[l], **norm)
+    return rotate(q, cos_sin), rotate(k, cos_sin), einsum("...d,dkh->...kh", x, p.w_v[l])
+
+
+def _output(p: Attention, l: jax.Array, x: jax.Array, o: jax.Array) -> jax.Array:
+    if p.w_gate is not None:
+        gate = einsum("...d,dnh->...nh", x, p.w_gate[l], out_dtype=jnp.float32)
+        o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
+    return einsum("...nh,nhd->...d", o, p.w_o[l])

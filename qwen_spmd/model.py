@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass: the order of the layers, written once.
+
+`forward` runs one step of a ragged batch on pages and slots. `forward_sequences` runs whole sequences without any
+state and is differentiable; training uses it. Not here: jit, shard_map, meshes, sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from qwen_spmd.config import ModelConfig
+from qwen_spmd.layers.attention import attention, attention_sequences
+from qwen_spmd.layers.embed import embed, unembed
+from qwen_spmd.layers.gated_delta import gated_delta, gated_delta_sequences
+from qwen_spmd.layers.linear import einsum
+from qwen_spmd.layers.mlp import mlp
+from qwen_spmd.layers.moe import Routing, moe, moe_sequences
+from qwen_spmd.layers.norm import rms_norm
+from qwen_spmd.layers.rope import angles
+from qwen_spmd.pallas import Impl
+from qwen_spmd.params import Attention, Block, GatedDelta, Mlp, Moe, Params
+from qwen_spmd.state import ModelState, Ragged
+
+__all__ = ["Trace", "forward", "forward_sequences", "mtp_sequences", "unembed"]
+
+
+@struct.dataclass
+class Trace:
+    """What happened inside: the residual stream after each layer [L, .., D] and each MoE layer's routing [L, .., *]."""
+
+    hidden: jax.Array
+    routing: Routing | None
+
+
+def forward(
+    params: Params,
+    state: ModelState,
+    tokens_T: jax.Array,
+    rows: Ragged,
+    *,
+    cfg: ModelConfig,
+    impl: Impl,
+    trace: bool = False,
+) -> tuple[jax.Array, ModelState, Trace | None]:
+    """One step: tokens [T] -> hidden [T, D] after the last norm, the updated state, and what `trace` asked for."""
+    cos_sin = angles(rows.pos_T, cfg.rope)
+    attentions = [i for i, (kind, _) in enumerate(cfg.pattern) if kind == "attention"]
+    deltas = [i for i, (kind, _) in enumerate(cfg.pattern) if kind == "gated_delta"]
+
+    def period(carry: tuple, l: jax.Array) -> tuple[tuple, Any]:
+        x, kv, conv, rec = carry
+        seen: list[tuple[jax.Array, Routing | None]] = []
+        for i, block in enumerate(params.blocks):
+            h = _norm(x, block.mixer_norm[l], cfg)
+            if isinstance(block.mixer, Attention):
+                layer = l * len(attentions) + attentions.index(i)
+                y, kv = attention(block.mixer, l, h, cos_sin, kv, layer, rows, cfg=cfg, impl=impl)
+            else:
+                layer = l * len(deltas) + deltas.index(i)
+                y, conv, rec = gated_delta(block.mixer, l, h, conv, rec, layer, rows, cfg=cfg, impl=impl)
+            x = x + y
+            h = _norm(x, block.ffn_norm[l], cfg)
+            if isinstance(block.ffn, Mlp):
+                y, routing = mlp(block.ffn, l, h), None
+            else:
+                y, routing = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl)
+            x = x + y
+            seen.append((x, routing))
+        return (x, kv, conv, rec), seen if trace else None
+
+    carry = (embed(params, tokens_T), state.kv, state.conv, state.rec)
+    (x, kv, conv, rec), seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
+    state = state.replace(kv=kv, conv=conv, rec=rec)
+    return _norm(x, params.norm, cfg), state, _trace(seen) if trace else None
+
+
+def forward_sequences(
+    params: Params, tokens_BT: jax.Array, cfg: ModelConfig, *, remat: bool = False
+) -> tuple[jax.Array, Trace]:
+    """Whole sequences from position 0: [B, T] -> hidden [B, T, D] after the last norm, and the trace.
+
+    Causal, so right padding is harmless. T must be a multiple of 64. `remat` recomputes each period in the backward
+    pass.
+    """
+    cos_sin = angles(jnp.arange(tokens_BT.shape[1]), cfg.rope)
+
+    def period(x: jax.Array, l: jax.Array) -> tuple[jax.Array, Any]:
+        seen = []
+        for block in params.blocks:
+            x, routing = _block_sequences(block, l, x, cos_sin, cfg)
+            seen.append((x, routing))
+        return x, seen
+
+    x = embed(params, tokens_BT)
+    x, seen = jax.lax.scan(jax.checkpoint(period) if remat else period, x, jnp.arange(cfg.periods))
+    return _norm(x, params.norm, cfg), _trace(seen)
+
+
+def mtp_sequences(
+    params: Params, hidden_BTD: jax.Array, next_tokens_BT: jax.Array, cfg: ModelConfig
+) -> tuple[jax.Array, Routing | None]:
+    """The multi-token-prediction layer over whole sequences.
+
+    Position t takes the hidden state of `forward_sequences` at t and the token at t + 1; its output, unembedded,
+    predicts the token at t + 2. Rotary positions are those of the hidden state.
+    """
+    assert params.mtp is not None, "this model has no MTP layer"
+    p = params.mtp
+    x = einsum("...d,de->...e", _norm(embed(params, next_tokens_BT), p.embedding_norm, cfg), p.w_embedding)
+    x += einsum("...d,de->...e", _norm(hidden_BTD, p.hidden_norm, cfg), p.w_hidden)
+    cos_sin = angles(jnp.arange(next_tokens_BT.shape[1]), cfg.rope)
+    x, routing = _block_sequences(p.block, jnp.int32(0), x, cos_sin, cfg)
+    return _norm(x, p.norm, cfg), routing
+
+
+def _block_sequences(
+    block: Block, l: jax.Array, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cfg: ModelConfig
+) -> tuple[jax.Array, Routing | None]:
+    h = _norm(x, block.mixer_norm[l], cfg)
+    if isinstance(block.mixer, GatedDelta):
+        x = x + gated_delta_sequences(block.mixer, l, h, cfg=cfg)
+    else:
+        x = x + attention_sequences(block.mixer, l, h, cos_sin, cfg=cfg)
+    h = _norm(x, block.ffn_norm[l], cfg)
+    if isinstance(block.ffn, Moe):
+        y, routing = moe_sequences(block.ffn, l, h, cfg=_moe(cfg))
+    else:
+        y, routing = mlp(block.ffn, l, h), None
+    return x + y, routing
+
+
+def _norm(x: jax.Array, w: jax.Array, cfg: ModelConfig) -> jax.Array:
+    return rms_norm(x, w, eps=cfg.norm_eps, zero_centred=cfg.zero_centred_norms)
+
+
+def _moe(cfg: ModelConfig) -> Any:
+    assert cfg.moe is not None
+    return cfg.moe
+
+
+def _trace(seen: list[tuple[jax.Array, Routing | None]]) -> Trace:
+    """[(hidden [periods, ..], routing)] for each position of the pattern -> layers in order."""
+
+    def in_order(*xs: jax.Array) -> jax.Array:
+        return jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:])
+
+    routings = [r for _, r in seen if r is not None]
+    return Trace(in_order(*(h for h, _ in seen)), jax.tree.map(in_order, *routings) if routings else None)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet in plain jnp: recurrent for one-token sequences, chunked (WY form) for longer ones."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from qwen_spmd.pallas.pieces import cut
+from qwen_spmd.state import Ragged
+
+CHUNK = 64
+HIGHEST = jax.lax.Precision.HIGHEST  # reduced precision in the chunk solve is the classic source of drift
+
+
+def gated_delta(
+    qkv_TC: jax.Array,
+    b_TU: jax.Array,
+    a_TU: jax.Array,
+    conv_w_WC: jax.Array,
+    a_log_U: jax.Array,
+    dt_bias_U: jax.Array,
+    conv: jax.Array,
+    rec: jax.Array,
+    layer: jax.Array,
+    rows: Ragged,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    u_TC, conv = _causal_conv(qkv_TC, conv_w_WC, conv, layer, rows)
+    q, k, v = split_heads(u_TC, *rec.shape[2:])
+    g, beta = gates(b_TU, a_TU, a_log_U, dt_bias_U)
+    if rows.one_token:
+        o, rec = _recurrent(q, k, v, g, beta, rec, layer, rows, rows.q_len_B == 1)
+        return o.astype(qkv_TC.dtype), conv, rec
+    single_B = rows.q_len_B == 1
+    row_B = rows.q_start_B[:-1]
+    o_BUZ, rec = _recurrent(q[row_B], k[row_B], v[row_B], g[row_B], beta[row_B], rec, layer, rows, single_B)
+    o_TUZ = jnp.where((single_B[rows.seq_T] & rows.valid_T)[:, None, None], o_BUZ[rows.seq_T], 0)
+    o_TUZ, rec = _chunked(q, k, v, g, beta, o_TUZ, rec, layer, rows)
+    return o_TUZ.astype(qkv_TC.dtype), conv, rec
+
+
+def sequences(
+    qkv_BTC: jax.Array,
+    b_BTU: jax.Array,
+    a_BTU: jax.Array,
+    conv_w_WC: jax.Array,
+    a_log_U: jax.Array,
+    dt_bias_U: jax.Array,
+    sizes: tuple[int, int, int],
+) -> jax.Array:
+    """The same for whole sequences without slots; differentiable. T must be a multiple of CHUNK. Returns o_BTUZ."""
+    (B, T, _), (U, Y, Z), W = qkv_BTC.shape, sizes, conv_w_WC.shape[0]
+    x = jnp.pad(qkv_BTC.astype(jnp.float32), ((0, 0), (W - 1, 0), (0, 0)))
+    u = jax.nn.silu(sum(x[:, w : w + T] * conv_w_WC[w].astype(jnp.float32) for w in range(W)))
+    q, k, v = split_heads(u, U, Y, Z)
+    g, beta = gates(b_BTU, a_BTU, a_log_U, dt_bias_U)
+    chunks = lambda x: x.reshape(B, T // CHUNK, CHUNK, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+
+    def body(S: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array]:
+        o, S = jax.vmap(chunk)(*xs, S)
+        return S, o
+
+    _, o = jax.lax.scan(body, jnp.zeros((B, U, Y, Z)), tuple(map(chunks, (q, k, v, g, beta))))
+    return o.swapaxes(0, 1).reshape(B, T, U, Z).astype(qkv_BTC.dtype)
+
+
+def split_heads(u: jax.Array, U: int, Y: int, Z: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Channels [.., C] -> normalised and scaled q, normalised k (both [.., J, Y]) and v [.., U, Z], float32."""
+    u = u.astype(jnp.float32)
+    J = (u.shape[-1] - U * Z) // (2 * Y)
+    u = u.reshape(*u.shape[:-1], J, -1)
+    v = u[..., 2 * Y :].reshape(*u.shape[:-2], U, Z)
+    l2 = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)  # noqa: E731
+    return l2(u[..., :Y]) * Y**-0.5, l2(u[..., Y : 2 * Y]), v
+
+
+def gates(b: jax.Array, a: jax.Array, a_log_U: jax.Array, dt_bias_U: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(g, beta): log decay (at most 0) and write strength, float32."""
+    g = -jnp.exp(a_log_U) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias_U)
+    return g, jax.nn.sigmoid(b.astype(jnp.float32))
+
+
+def _causal_conv(
+    x_TC: jax.Array, w_WC: jax.Array, conv: jax.Array, layer: jax.Array, rows: Ragged
+) -> tuple[jax.Array, jax.Array]:
+    """silu of the depthwise convolution, and the states with the last W-1 inputs of each sequence."""
+    T, W = x_TC.shape[0], w_WC.shape[0]
+    tail_BWC = jnp.where(rows.fresh_B[:, None, None], 0, conv[layer, rows.read_slot_B])
+    w_WC = w_WC.astype(jnp.float32)
+    offset_T = jnp.arange(T) - rows.q_start_B[rows.seq_T]
+    u_TC = x_TC.astype(jnp.float32) * w_WC[W - 1]
+    for back in range(1, W):
+        if rows.one_token:
+            x = tail_BWC[:, W - 1 - back]
+        else:
+            old = tail_BWC[rows.seq_T, jnp.clip(W - 1 - back + offset_T, 0, W - 2)]
+            x = jnp.where((offset_T >= back)[:, None], jnp.roll(x_TC, back, 0), old)
+        u_TC += x.astype(jnp.float32) * w_WC[W - 1 - back]
+
+    # Input i of the last W-1, counted from the sequence's first in this step: negative ones are in the old tail.
+    i_BW = rows.q_len_B[:, None] - (W - 1) + jnp.arange(W - 1)
+    new = x_TC[jnp.clip(rows.q_start_B[:-1, None] + i_BW, 0, T - 1)]
+    old = jnp.take_along_axis(tail_BWC, jnp.clip(i_BW + W - 1, 0, W - 2)[..., None], axis=1)
+    tail_BWC = jnp.where((i_BW >= 0)[..., None], new, old).astype(conv.dtype)
+    slot_B = jnp.where(rows.q_len_B > 0, rows.write_slot_B, 0)
+    return jax.nn.silu(u_TC), conv.at[layer, slot_B].set(tail_BWC)
+
+
+def _recurrent(
+    q_BJY: jax.Array,
+    k_BJY: jax.Array,
+    v_BUZ: jax.Array,
+    g_BU: jax.Array,
+    beta_BU: jax.Array,
+    rec: jax.Array,
+    layer: jax.Array,
+    rows: Ragged,
+    live_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of each live sequence.
+
+    o = S'^T q with S' = e^g S + k d^T is read from the old state: e^g S^T q + (k . q) d. One pass over S gives both
+    products, one more writes S'.
+    """
+    U = v_BUZ.shape[1]
+    q, k = (jnp.repeat(x, U // x.shape[1], axis=1) for x in (q_BJY, k_BJY))
+    S = jnp.where(rows.fresh_B[:, None, None, None], 0, rec[layer, rows.read_slot_B].astype(jnp.float32))
+    decay = jnp.exp(g_BU)[..., None]
+    Sk, Sq = jnp.einsum("buyz,pbuy->pbuz", S, jnp.stack([k, q]), precision=HIGHEST)
+    d = beta_BU[..., None] * (v_BUZ - decay * Sk)
+    o = decay * Sq + jnp.sum(k * q, -1, keepdims=True) * d
+    S = decay[..., None] * S + k[..., None] * d[..., None, :]
+    slot_B = jnp.where(live_B, rows.write_slot_B, 0)
+    o = jnp.where(live_B[:, None, None], o, 0)
+    return o, rec.at[layer, slot_B].set(S.astype(rec.dtype))
+
+
+def chunk(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One chunk of c tokens of one sequence: q, k [c, J, Y], v [c, U, Z], g, beta [c, U], S [U, Y, Z] -> (o, S).
+
+    Rows with g = beta = 0 and k = 0 leave the state as it is.
+    """
+    c, U, _ = v.shape
+    q, k = (jnp.repeat(x, U // x.shape[1], axis=1) for x in (q, k))
+    q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
+    G, beta = jnp.cumsum(g, 0).T, beta.T
+    lower = jnp.tri(c, dtype=bool)
+    # -inf before exp: above the diagonal the exponent is positive and may overflow.
+    decay = jnp.exp(jnp.where(lower, G[:, :, None] - G[:, None, :], -jnp.inf))
+    dot = lambda spec, *xs: jnp.einsum(spec, *xs, precision=HIGHEST)  # noqa: E731
+    A = jnp.where(jnp.tri(c, k=-1, dtype=bool), beta[..., None] * dot("uiy,ujy->uij", k, k) * decay, 0)
+    rhs = beta[..., None] * jnp.concatenate([v, jnp.exp(G)[..., None] * k], -1)
+    solved = jax.lax.linalg.triangular_solve(A + jnp.eye(c), rhs, left_side=True, lower=True, unit_diagonal=True)
+    Z = v.shape[-1]
+    n = solved[..., :Z] - dot("uiy,uyz->uiz", solved[..., Z:], S)
+    o = dot("uiy,uyz->uiz", jnp.exp(G)[..., None] * q, S)
+    o += dot("uij,ujz->uiz", dot("uiy,ujy->uij", q, k) * decay, n)
+    last = G[:, -1:]
+    S = jnp.exp(last)[..., None] * S + dot("uiy,uiz->uyz", jnp.exp(last - G)[..., None] * k, n)
+    return o.swapaxes(0, 1), S
+
+
+def _chunked(
+    q_TJY: jax.Array,
+    k_TJY: jax.Array,
+    v_TUZ: jax.Array,
+    g_TU: jax.Array,
+    beta_TU: jax.Array,
+    o_TUZ: jax.Array,
+    rec: jax.Array,
+    layer: jax.Array,
+    rows: Ragged,
+) -> tuple[jax.Array, jax.Array]:
+    """Sequences with several tokens, chunk after chunk; a sequence's state waits in its write slot in between."""
+    T = q_TJY.shape[0]
+    chunks = cut(rows.q_start_B[:-1], jnp.where(rows.q_len_B > 1, rows.q_len_B, 0), CHUNK)
+    padded = [jnp.pad(x, ((0, CHUNK),) + ((0, 0),) * (x.ndim - 1)) for x in (q_TJY, k_TJY, v_TUZ, g_TU, beta_TU)]
+
+    def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        o_TUZ, rec = carry
+        seq, part, start, length = chunks[i]
+        live = jnp.arange(CHUNK) < length
+        xs = [jax.lax.dynamic_slice_in_dim(x, start, CHUNK) for x in padded]
+        xs = [jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, 0) for x in xs]
+        slot = jnp.where(part == 0, rows.read_slot_B[seq], rows.write_slot_B[seq])
+        S = jnp.where((part == 0) & rows.fresh_B[seq], 0, rec[layer, slot].astype(jnp.float32))
+        o, S = chunk(*xs, S)
+        old = jax.lax.dynamic_slice_in_dim(o_TUZ, start, CHUNK)
+        o = jnp.where(live[:, None, None], o, old)
+        o_TUZ = jax.lax.dynamic_update_slice_in_dim(o_TUZ, o, start, 0)
+        return o_TUZ, rec.at[layer, rows.write_slot_B[seq]].set(S.astype(rec.dtype))
+
+    o_TUZ, rec = jax.lax.fori_loop(0, chunks.count, body, (jnp.pad(o_TUZ, ((0, CHUNK), (0, 0), (0, 0))), rec))
+    return o_TUZ[:T], rec

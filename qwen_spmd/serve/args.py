@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the server: one dataclass field declares one flag. Imports nothing that is slow to import.
+
+vLLM's names come first, SGLang's are aliases where it has others. Not here: what the values mean to the engine, which
+checks them once more against the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
+
+
+def flag(
+    default: Any, help: str, *aliases: str, engine: bool = False, low: float | None = None, high: float | None = None
+) -> Any:
+    """A field of ServeArgs. `engine`: goes to EngineConfig under the same name. `low` and `high` are allowed values."""
+    metadata = {"help": help, "aliases": aliases, "engine": engine, "low": low, "high": high}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeArgs:
+    """None means: the model or the engine decides."""
+
+    model: str | None = flag(
+        None, "folder or Hugging Face id; without it, the small model that ships with the package", "--model-path"
+    )
+    served_model_name: tuple[str, ...] = flag((), "names that requests may use for the model (default: --model)")
+    tokenizer: str | None = flag(None, "folder or Hugging Face id, if not the model's", "--tokenizer-path")
+    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face id")
+    download_dir: str | None = flag(None, "where files from Hugging Face are kept (default: its own cache)")
+    generation_config: str = flag(
+        "auto", "sampling defaults: auto (the model's generation_config.json), vllm (neutral ones) or a folder"
+    )
+    chat_template: str | None = flag(None, "a file with a Jinja template, or the template, if not the model's")
+    default_chat_template_kwargs: dict[str, Any] = flag(
+        types.MappingProxyType({}), """JSON given to every chat template, as '{"enable_thinking": false}'"""
+    )
+
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of weights and activations", engine=True)
+    state_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "of the recurrent states; arithmetic on them is float32 always", engine=True
+    )
+    max_model_len: int | None = flag(None, "longest prompt + output", "--context-length", engine=True, low=2)
+    block_size: int | None = flag(None, "tokens of a KV page", "--page-size", engine=True, low=1)
+    num_gpu_blocks_override: int | None = flag(None, "KV pages, if not what the memory has room for", engine=True, low=2)
+    gpu_memory_utilization: float = flag(
+        0.9, "share of the device's memory to use", "--mem-fraction-static", engine=True, low=0.01, high=1
+    )
+    max_num_seqs: int | None = flag(None, "requests running at once", "--max-running-requests", engine=True, low=1)
+    max_num_batched_tokens: int | None = flag(
+        None, "tokens in one step", "--chunked-prefill-size", engine=True, low=1
+    )
+    max_num_queued_reqs: int | None = flag(
+        None, "requests that may wait; one more gets 429", "--max-queued-requests", engine=True, low=1
+    )
+    decode_window: int | None = flag(None, "most tokens a request decodes without the host", engine=True, low=1)
+    hf_overrides: dict[str, Any] = flag(
+        types.MappingProxyType({}), "JSON merged into the model's config.json", "--json-model-override-args", engine=True
+    )
+    compilation_cache_dir: str | None = flag(None, "where compiled programs are kept between starts", engine=True)
+    seed: int | None = flag(
+        None, "makes requests that have no seed repeatable", "--random-seed", low=0, high=2**32 - 1
+    )
+
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is all of them")
+    port: int = flag(8000, "0 takes a free one", low=0, high=65535)
+    uds: str | None = flag(None, "listen on this Unix domain socket instead of --host and --port")
+    ssl_keyfile: str | None = flag(None, "the TLS key, with --ssl-certfile")
+    ssl_certfile: str | None = flag(None, "the TLS certificate, with --ssl-keyfile")
+    root_path: str = flag("", "path under which a proxy shows the server", "--fastapi-root-path")
+    api_key: tuple[str, ...] = flag((), "keys, one of which each request must carry (/health, /ready, /metrics need none)")
+    allowed_origins: tuple[str, ...] = flag((), "web origins whose pages may call the server; * is all (default: none)")
+    allowed_methods: tuple[str, ...] = flag(("*",), "methods that those pages may use")
+    allowed_headers: tuple[str, ...] = flag(("*",), "headers that those pages may send")
+    shutdown_timeout: float = flag(
+        30.0, "seconds that running requests get to finish after SIGTERM", low=0, high=86400
+    )
+    watchdog_timeout: float = flag(
+        300.0, "seconds without progress after which /health says so with 503", low=1, high=86400
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least severe message that is printed")
+    disable_log_requests: bool = flag(False, "no line per finished request")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, low, high = getattr(self, field.name), field.metadata["low"], field.metadata["high"]
+            if value is None or (low is None and high is None):
+                continue
+            least, most = -math.inf if low is None else low, math.inf if high is None else high
+            if not least <= value <= most:
+                allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ValueError(f"{option(field.name)} is {value}, it must be {allowed}")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            given, missing = ("key", "cert") if self.ssl_certfile is None else ("cert", "key")
+            raise ValueError(f"--ssl-{given}file is given, --ssl-{missing}file is missing: TLS needs both")
+        if not all(self.api_key):
+            raise ValueError("--api-key has an empty key, it must be non-empty strings")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What a request's `model` may be; answers carry the first."""
+        return self.served_model_name or (self.model or "qwen-spmd-demo",)
+
+    def engine_options(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["engine"]}
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse(argv: Sequence[str] | None = None) -> ServeArgs:
+    """The command line, or exit code 2 and one sentence that names the flag, the value and what is allowed."""
+    parser = _Parser(
+        prog="python -m qwen_spmd.serve",
+        description="An OpenAI-compatible server for Qwen3 and Qwen3.5.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
+    hints = typing.get_type_hints(ServeArgs)
+    for field in dataclasses.fields(ServeArgs):
+        parser.add_argument(option(field.name), *field.metadata["aliases"], **_argument(field, hints[field.name]))
+
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.refuse(unknown[0])
+    values = vars(known)
+    positional = values.pop("positional", None)
+    if positional is not None:
+        if values.get("model", positional) != positional:
+            parser.error(f"the model is given twice, as {positional!r} and as --model {values['model']!r}")
+        values["model"] = positional
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
+    try:
+        return ServeArgs(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As argparse's, without the usage: it is longer than a screen and hides the message."""
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def refuse(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            self.error(f"unexpected {word!r}: there is one model, and every other value follows a flag")
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name.replace("_", "-"), self._option_string_actions, n=1)
+        self.error(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else "; --help lists them all"))
+
+
+def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """The rest of the arguments of `add_argument` for a field."""
+    kinds = [kind for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))]
+    kind = next(kind for kind in kinds if kind is not types.NoneType)
+    origin = typing.get_origin(kind)
+    shown = "" if field.default in (None, (), "", False, {}) else f" (default: {field.default})"
+    out: dict[str, Any] = {"dest": field.name, "help": (field.metadata["help"] + shown).replace("%", "%%")}
+    if kind is bool:
+        return out | {"action": "store_true"}
+    if origin is Literal:
+        return out | {"choices": typing.get_args(kind)}
+    if origin is tuple:
+        return out | {"nargs": "+", "action": "extend", "metavar": "NAME"}
+    if origin is dict:
+        return out | {"type": _json_object, "metavar": "JSON"}
+    return out | {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

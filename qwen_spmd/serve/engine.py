@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: a model with its loop. The loop's thread plans a step, dispatches it, and commits the one before.
+
+One step is always in flight: while the device runs step n the host plans n+1, and sampled ids go from one to the next
+on the device. Not here: policy (`scheduler`), programs (`step`), text, HTTP.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from qwen_spmd import checkpoint, params
+from qwen_spmd.config import ModelConfig, load_config
+from qwen_spmd.mesh.axes import make_mesh
+from qwen_spmd.mesh.rules import SINGLE
+from qwen_spmd.params import Params
+from qwen_spmd.serve.blocks import Blocks
+from qwen_spmd.serve.request import FinishReason, Request
+from qwen_spmd.serve.scheduler import Output, Scheduler, StepPlan
+from qwen_spmd.serve.sizes import EngineConfig, choose
+from qwen_spmd.serve.step import CompileCounter, Steps, use_compilation_cache
+
+log = logging.getLogger(__name__)
+
+
+class EngineStopped(RuntimeError):
+    """The engine takes no more requests: it is draining, was stopped, or its loop died."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """A snapshot. `step_age_s`: seconds since the loop last made progress while it has work, 0 when idle."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    slot_usage: float
+    step_age_s: float
+    steps: int
+    preemptions: int
+    compiles: int
+    compiles_after_ready: int
+    scheduled_tokens: int
+    padding_tokens: int
+    alive: bool
+    error: str | None
+
+
+class Engine:
+    """A loaded model that serves requests on a thread of its own.
+
+    Set `deliver` before the first `submit`; it is called on the engine's thread, once a step, with that step's outputs.
+    """
+
+    def __init__(self, cfg: ModelConfig, weights: Params, config: EngineConfig):
+        self.cfg, self.config = cfg, config
+        self._compiles = CompileCounter()
+        if config.compilation_cache is not None:
+            use_compilation_cache(config.compilation_cache)
+        mesh = make_mesh()
+        self.sizes = choose(cfg, weights, mesh.devices.flat[0], config)
+        if config.progress:
+            print(self.sizes, file=sys.stderr)
+        self.max_model_len, self.vocab_size = self.sizes.scheduler.max_model_len, cfg.vocab_size
+        shapes = self.sizes.shapes
+        self._steps = Steps(cfg, weights, mesh, SINGLE, shapes, weights.embed.dtype, jnp.dtype(config.state_dtype))
+        self._steps.compile(progress=config.progress)
+        self._scheduler = Scheduler(self.sizes.scheduler, Blocks(shapes.pages, shapes.page_size, shapes.slots))
+        self.deliver: Callable[[list[Output]], None] = lambda outputs: None
+        self._wake = threading.Condition()
+        self._requests: dict[str, Request] = {}
+        self._undelivered: list[Output] = []
+        self._draining = self._stopping = False
+        self._error: str | None = None
+        self._steps_done, self._progress = 0, time.monotonic()
+        self._compiles_at_ready = self._compiles.count
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, folder: Path, config: EngineConfig) -> Engine:
+        """Load a checkpoint folder (Hugging Face layout), plan, compile and start."""
+        cfg = load_config(folder, config.hf_overrides)
+        dtype = jnp.dtype(cfg.dtype if config.dtype == "auto" else config.dtype)
+        mesh, specs = make_mesh(), params.specs(cfg, SINGLE)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        weights = checkpoint.load(folder, cfg, dtype=dtype, shardings=shardings, progress=config.progress)
+        return cls(cfg, weights, config)
+
+    @property
+    def weights(self) -> Params:
+        return self._steps.weights
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError if it can never run, QueueFull, EngineStopped. From any thread."""
+        if max(request.prompt, default=0) >= self.vocab_size:
+            raise ValueError(f"prompt holds id {max(request.prompt)}, the vocabulary has {self.vocab_size}")
+        with self._wake:
+            if self._draining or self._stopping or self._error is not None:
+                raise EngineStopped(self._error or "the server is shutting down")
+            if request.id in self._requests:
+                raise ValueError(f"request id {request.id!r} is in use")
+            self._scheduler.add(request)
+            self._requests[request.id] = request
+            self._wake.notify()
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """End a request now, wherever it is; what it holds is free at once. Idempotent, from any thread."""
+        with self._wake:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self._scheduler.abort(request, reason)
+                self._undelivered.append(Output(request, [], reason))
+                self._wake.notify()
+
+    def stats(self) -> Stats:
+        with self._wake:
+            s, blocks = self._scheduler, self._scheduler.blocks
+            return Stats(
+                running=s.num_running,
+                waiting=s.num_waiting,
+                kv_usage=blocks.page_usage,
+                slot_usage=blocks.slot_usage,
+                step_age_s=time.monotonic() - self._progress if s.has_work else 0.0,
+                steps=self._steps_done,
+                preemptions=s.preemptions,
+                compiles=self._compiles.count,
+                compiles_after_ready=self._compiles.count - self._compiles_at_ready,
+                scheduled_tokens=s.scheduled_tokens,
+                padding_tokens=s.padding_tokens,
+                alive=self._thread.is_alive(),
+                error=self._error,
+            )
+
+    def drain(self, timeout: float) -> None:
+        """Take no more requests, finish those that are here within `timeout` seconds, then stop."""
+        with self._wake:
+            self._draining = True
+            self._wake.notify()
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._thread.is_alive() and self._requests:
+            time.sleep(0.02)
+        self.stop()
+
+    def stop(self) -> None:
+        """End every request with "abort" and the loop. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._compiles.close()
+
+    def _loop(self) -> None:
+        try:
+            flight: collections.deque[tuple[StepPlan, jax.Array]] = collections.deque()
+            while self._turn(flight):
+                pass
+            reason: FinishReason = "abort"
+        except Exception as e:
+            log.exception("the engine's loop died")
+            self._error, reason = f"{type(e).__name__}: {e}", "error"
+        with self._wake:
+            ended = [Output(r, [], reason) for r in self._requests.values()]
+            for output in ended:
+                self._scheduler.abort(output.request, reason)
+            self._requests.clear()
+            self._stopping = True
+        self.deliver(self._undelivered + ended)
+
+    def _turn(self, flight: collections.deque[tuple[StepPlan, jax.Array]]) -> bool:
+        """Plan and dispatch a step, commit the one before. False when there is no more to do, ever."""
+        with self._wake:
+            while not (flight or self._undelivered or self._scheduler.has_work or self._stopping):
+                self._wake.wait()
+                self._progress = time.monotonic()
+            plan = None if self._stopping else self._scheduler.schedule()
+            outputs, self._undelivered = self._undelivered, []
+        if plan is not None:
+            flight.append((plan, self._steps.run(plan)))
+        if flight and (plan is None or len(flight) > 1):
+            done, tokens = flight.popleft()
+            tokens = np.asarray(tokens)  # waits for the step
+            with self._wake:
+                outputs += self._scheduler.commit(done, tokens)
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._requests.pop(output.request.id, None)
+                self._steps_done += 1
+                self._progress = time.monotonic()
+        if outputs:
+            self.deliver(outputs)
+        return bool(flight) or not self._stopping

@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler, against a simulated device that notices any page, slot, position or flag that is wrong.
+
+The device keeps what a real one keeps (pages, recurrent slots, last tokens, stop flags) as token ids with their owner,
+and its model's next token depends on every token before it. Always one step is in flight. Not here: real programs.
+"""
+
+import dataclasses
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen_spmd.serve.blocks import Blocks
+from qwen_spmd.serve.request import Request, SamplingParams, Status
+from qwen_spmd.serve.scheduler import FROM_SLOT, QueueFull, Scheduler, SchedulerConfig
+
+VOCAB = 11
+DTYPES = {"temperature_B": "f4", "top_p_B": "f4", "min_p_B": "f4", "seed_B": "u4", "fresh_B": "?", "emit_B": "?"}
+PADDING = {"top_p_B": 1, "stop_ids_B": -1}
+
+
+def next_token(tokens, seed, stops, min_len):
+    start = zlib.crc32(repr((int(seed), [int(t) for t in tokens])).encode())
+    order = [(start + i) % VOCAB for i in range(VOCAB)]
+    return next(t for t in order if len(tokens) >= min_len or t not in stops)
+
+
+def alone(r):
+    """What the request gives if it has the device for itself."""
+    tokens, min_len = list(r.prompt), len(r.prompt) + r.params.min_tokens
+    while True:
+        tokens.append(next_token(tokens, r.seed, r.stop_ids, min_len))
+        if tokens[-1] in r.stop_ids and len(tokens) > min_len:
+            return tokens[len(r.prompt) :], "stop"
+        if len(tokens) == r.max_len:
+            return tokens[len(r.prompt) :], "length"
+
+
+class Device:
+    def __init__(self, page_size):
+        self.page_size = page_size
+        self.pages, self.memory, self.token, self.stopped = {}, {}, {}, {0: True}
+
+    def run(self, plan):
+        n = max(1, plan.iterations)
+        return np.array([[self.row(plan, b, i) for i in range(n)] for b in range(len(plan.kv_len_B))], np.int32)
+
+    def row(self, plan, b, i):
+        slot, kv_len = plan.write_slot_B[b], plan.kv_len_B[b] + i
+        if plan.kv_len_B[b] == 0:
+            return -1
+        assert slot == plan.read_slot_B[b] != 0
+        if plan.fresh_B[b]:
+            self.memory[slot], self.stopped[slot] = [], False
+        if self.stopped[slot]:
+            return -1
+        name, where = plan.rows[b].id, lambda pos: (plan.pages_BP[b, pos // self.page_size], pos % self.page_size)
+        ids = plan.tokens_T[plan.q_start_B[b] : plan.q_start_B[b + 1]]
+        ids = [int(self.token[slot] if t == FROM_SLOT else t) for t in ids]
+        assert len(self.memory[slot]) == kv_len - len(ids), "the slot is at another position"
+        self.memory[slot] = self.memory[slot] + ids
+        for pos, token in enumerate(ids, kv_len - len(ids)):
+            assert where(pos)[0] != 0, "written to the null page"
+            self.pages[where(pos)] = (name, pos, token)
+        assert [self.pages[where(pos)] for pos in range(kv_len)] == [(name, *x) for x in enumerate(self.memory[slot])]
+        if not plan.emit_B[b]:
+            return -1
+        stops, min_len = plan.stop_ids_B[b], plan.min_len_B[b]
+        token = self.token[slot] = next_token(self.memory[slot], plan.seed_B[b], stops, min_len)
+        self.stopped[slot] = (token in stops and kv_len >= min_len) or kv_len + 1 >= plan.max_len_B[b]
+        return token
+
+
+class Loop:
+    """The engine's loop: plan a step, dispatch it, commit the one before."""
+
+    def __init__(self, *, pages=64, page_size=2, slots=9, **config):
+        config = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 48,
+            "token_buckets": (4, 8, 16, 32),
+            "seq_buckets": (1, 2, 4, 8),
+            "decode_window": 4,
+        } | config
+        self.config = SchedulerConfig(**config)
+        self.blocks = Blocks(pages + 1, page_size, slots)
+        self.scheduler = Scheduler(self.config, self.blocks)
+        self.device, self.requests, self.flight, self.got = Device(page_size), [], None, {}
+
+    def add(self, prompt=3, new=5, **fields):
+        i = len(self.requests)
+        params = SamplingParams(min_tokens=fields.pop("min_tokens", 0))
+        ids = [(7 * i + j) % VOCAB for j in range(prompt)]
+        fields = {"id": f"{i:03}", "arrival": float(i), "max_len": prompt + new, "seed": i, "params": params} | fields
+        r = Request(prompt=ids, **fields)
+        self.scheduler.add(r)
+        self.requests.append(r)
+        self.got[r.id] = []
+        return r
+
+    def step(self):
+        key, waiting = self.scheduler._key, [r for r in self.requests if r.status is Status.WAITING]
+        plan, flight = self.scheduler.schedule(), self.flight
+        still = [r for r in waiting if r.status is Status.WAITING]
+        assert all(key(r) < key(s) for r in waiting if r.status is Status.RUNNING for s in still), "passed another"
+        assert plan or flight or not self.scheduler.has_work, "stuck"
+        self.flight = None
+        if plan:
+            self.check(plan)
+            self.flight = plan, self.device.run(plan)
+        if flight:
+            for output in self.scheduler.commit(*flight):
+                assert output.tokens or output.finish_reason
+                assert output.finish_reason == output.request.finish_reason != "error"
+                self.got[output.request.id] += output.tokens
+        self.blocks.check([r for r in self.requests if r.status is Status.RUNNING])
+        return plan
+
+    def check(self, plan):
+        config, live, n = self.config, len(plan.rows), plan.iterations
+        T, B = len(plan.tokens_T), len(plan.kv_len_B)
+        q_len_B = np.diff(plan.q_start_B)
+        total = q_len_B.sum()
+        assert 1 <= live <= config.max_num_seqs and total <= config.max_num_batched_tokens
+        assert min(b for b in config.seq_buckets if b >= live) == B
+        assert n <= config.decode_window and (B if n else min(b for b in config.token_buckets if b >= total)) == T
+        assert plan.q_start_B[0] == 0 and (q_len_B[:live] > 0).all() and (np.diff(q_len_B[:live] > 1) >= 0).all()
+        assert not n or (q_len_B[:live] == 1).all()
+        assert n <= 1 or not self.scheduler.num_waiting
+        assert (
+            all(r.status is Status.RUNNING for r in plan.rows)
+            and (plan.emit_B[:live] == np.array(plan.emits, bool)).all()
+        )
+        for f in dataclasses.fields(plan)[3:]:
+            array = getattr(plan, f.name)
+            assert array.dtype == np.dtype(DTYPES.get(f.name, "i4")), f.name
+            assert len(array) == {"tokens_T": T, "q_start_B": B + 1}.get(f.name, B), f.name
+            if f.name not in ("tokens_T", "q_start_B"):
+                assert (array[live:] == PADDING.get(f.name, 0)).all(), f.name
+        assert plan.pages_BP.shape[1] == -(-config.max_model_len // self.blocks.page_size)
+        pages = plan.pages_BP[plan.pages_BP > 0]
+        assert len(set(pages)) == len(pages) and len(set(plan.write_slot_B[:live])) == live, "shared"
+
+    def drain(self):
+        """Run until idle; every request that was not aborted gave what it gives alone, and all is free again."""
+        for _ in range(3000):
+            if not (self.scheduler.has_work or self.flight):
+                break
+            self.step()
+        else:
+            raise AssertionError("no progress")
+        for r in self.requests:
+            tokens, reason = alone(r)
+            assert r.status is Status.FINISHED and r.finished is not None and self.got[r.id] == r.output
+            if r.finish_reason == "abort":
+                assert r.output == tokens[: len(r.output)]
+            else:
+                assert (r.output, r.finish_reason) == (tokens, reason)
+                assert r.first_scheduled <= r.first_token <= r.finished
+        scheduler, blocks = self.scheduler, self.blocks
+        assert sum(scheduler.finished.values()) == len(self.requests)
+        assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+        assert (blocks.free_pages, blocks.free_slots) == (blocks.num_pages - 1, blocks.num_slots - 1)
+        assert sorted(scheduler._free_lanes) == list(range(self.config.max_num_seqs))
+
+
+SIZES = {
+    "pages": st.integers(4, 12) | st.just(200),
+    "page_size": st.integers(1, 4),
+    "slots": st.integers(2, 6),
+    "max_num_seqs": st.sampled_from([5, 3, 2, 1]),
+    "max_num_batched_tokens": st.integers(5, 20),
+    "decode_window": st.integers(1, 8),
+    "patience_s": st.sampled_from([0, 2.5]),
+}
+ADD = st.fixed_dictionaries(
+    {
+        "prompt": st.integers(1, 9),
+        "new": st.integers(1, 20),
+        "priority": st.integers(-1, 2),
+        "stop_ids": st.sampled_from([(), (), (3,), (1, 5)]),
+        "min_tokens": st.integers(0, 5),
+    }
+)
+ABORT, STEP = st.integers(0, 9), st.just("step")
+MOVES = st.lists(ADD | ADD | ADD | STEP | STEP | STEP | STEP | ABORT, min_size=20, max_size=60)
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.fixed_dictionaries(SIZES), MOVES)
+def test_any_schedule_gives_what_each_request_gives_alone(sizes, moves):
+    loop = Loop(**sizes)
+    for move in moves:
+        if move == "step":
+            loop.step()
+        elif isinstance(move, int):
+            if move < len(loop.requests):
+                loop.scheduler.abort(loop.requests[-1 - move])
+        else:
+            room = min(sizes["pages"] * sizes["page_size"], loop.config.max_model_len)
+            prompt = min(move["prompt"], room - 1)
+            loop.add(**move | {"prompt": prompt, "new": min(move["new"], room - prompt)})
+    loop.drain()
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 3, 5])
+def test_number_of_sequences(seqs):
+    loop = Loop(max_num_seqs=seqs)
+    for i in range(7):
+        loop.add(prompt=1 + i, new=9)
+    most = 0
+    while loop.scheduler.has_work:
+        loop.step()
+        most = max(most, loop.scheduler.num_running)
+    assert most == seqs
+    loop.drain()
+
+
+def test_a_long_prompt_goes_in_chunks():
+    loop = Loop(max_num_batched_tokens=8)
+    r = loop.add(prompt=19, new=3)
+    plans = [loop.step() for _ in range(4)]
+    assert [(p.iterations, p.kv_len_B[0], p.emits) for p in plans] == [
+        (0, 8, [0]),
+        (0, 16, [0]),
+        (0, 19, [1]),
+        (2, 20, [2]),
+    ]
+    assert [bool(p.fresh_B[0]) for p in plans] == [True, False, False, False]
+    assert plans[2].tokens_T[:3].tolist() == r.prompt[16:]
+    loop.drain()
+
+
+def test_decode_rows_come_before_chunks_and_the_budget_holds():
+    loop = Loop(max_num_batched_tokens=8)
+    short = [loop.add(prompt=3, new=20) for _ in range(2)]
+    loop.step()
+    long = loop.add(prompt=13, new=4)
+    plan = loop.step()
+    assert plan.rows == [*short, long] and np.diff(plan.q_start_B).tolist() == [1, 1, 6, 0]
+    assert plan.tokens_T[:2].tolist() == [FROM_SLOT] * 2 and plan.tokens_T[2:8].tolist() == long.prompt[:6]
+    assert np.diff(loop.step().q_start_B).tolist() == [1, 1, 6, 0]
+    one = loop.add(prompt=9, new=4)
+    plan = loop.step()
+    assert plan.rows == [*short, long, one] and np.diff(plan.q_start_B).tolist() == [1, 1, 1, 5]
+    loop.drain()
+
+
+def test_one_token_chunks_come_before_longer_ones():
+    loop = Loop()
+    long, short = loop.add(prompt=5), loop.add(prompt=1)
+    assert loop.step().rows == [short, long]
+    loop.drain()
+
+
+def test_counts_of_tokens():
+    loop = Loop()
+    loop.add(prompt=5, new=4)
+    s, seen = loop.scheduler, []
+    while s.has_work:
+        loop.step()
+        seen.append((s.scheduled_tokens, s.padding_tokens, s.generated_tokens))
+    assert seen == [(5, 3, 0), (8, 3, 1), (8, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    "window, new, expected", [(4, [5], [4]), (4, [12], [4, 4, 3]), (8, [2, 7], [6]), (1, [4], [1, 1, 1]), (8, [1], [])]
+)
+def test_window_sizes(window, new, expected):
+    loop = Loop(decode_window=window)
+    for n in new:
+        loop.add(new=n)
+    plans = [loop.step() for _ in range(len(expected) + 2)]
+    assert [p.iterations for p in plans if p] == [0, *expected]
+    if len(new) == 2:
+        assert plans[1].emits == [1, 6]
+    loop.drain()
+
+
+def test_a_window_is_short_while_a_request_waits():
+    loop = Loop(max_num_seqs=1)
+    loop.add(new=9), loop.add()
+    assert [loop.step().iterations for _ in range(4)] == [0, 1, 1, 1]
+    loop.drain()
+
+
+def test_a_window_is_halved_before_anyone_is_preempted():
+    loop = Loop(pages=7, page_size=2, decode_window=8)
+    loop.add(prompt=3, new=9), loop.add(prompt=3, new=3)
+    loop.step()
+    assert loop.blocks.free_pages == 3  # 8 iterations would take 4 + 1 more, 4 take 2 + 1
+    assert (loop.step().iterations, loop.blocks.free_pages, loop.scheduler.preemptions) == (4, 0, 0)
+    loop.drain()
+
+
+def test_arrays_are_the_same_objects_while_rows_stay():
+    loop = Loop(decode_window=1, page_size=4)
+    loop.add(new=20)
+    loop.step()
+    plans = [loop.step() for _ in range(4)]
+    assert plans[0].seed_B is plans[3].seed_B and plans[0].tokens_T is plans[3].tokens_T
+    assert [np.count_nonzero(p.pages_BP) for p in plans] == [1, 2, 2, 2], "a plan is not written again"
+    loop.drain()
+
+
+def test_preempted_requests_resume_with_the_same_tokens():
+    loop = Loop(pages=10, page_size=2)
+    first, last = loop.add(prompt=4, new=15), loop.add(prompt=4, new=12)
+    while not last.preemptions:
+        plan = loop.step()
+    assert (last.status, last.pages, last.slot, last.computed) == (Status.WAITING, [], 0, 0)
+    assert first.status is Status.RUNNING and last not in plan.rows
+    while last.status is Status.WAITING:
+        plan = loop.step()
+    b, known = plan.rows.index(last), last.prompt + last.output
+    assert plan.fresh_B[b] and len(last.output) > 0 and FROM_SLOT not in known
+    assert plan.tokens_T[plan.q_start_B[b] : plan.q_start_B[b + 1]].tolist() == known[: np.diff(plan.q_start_B)[b]]
+    loop.drain()
+    assert first.preemptions == 0
+
+
+def test_the_last_in_order_is_preempted_not_the_last_to_come():
+    loop = Loop(pages=9, page_size=2, patience_s=100)
+    low, high = loop.add(prompt=4, new=12, priority=1), loop.add(prompt=4, new=12, priority=0)
+    while not loop.scheduler.preemptions:
+        loop.step()
+    assert (low.preemptions, high.preemptions) == (1, 0)
+    loop.drain()
+
+
+def test_a_preempted_request_waits_for_its_tokens_in_flight():
+    loop = Loop()
+    r = loop.add(new=9)
+    loop.step(), loop.step()
+    loop.scheduler._preempt()
+    assert (r.status, r.in_flight) == (Status.WAITING, 4)
+    assert loop.step() is None and r.in_flight == 0 and len(r.output) == 5
+    assert loop.step().kv_len_B[0] == r.length
+    loop.drain()
+
+
+def test_no_one_passes_the_first_that_does_not_fit():
+    loop = Loop(pages=8, page_size=2)
+    loop.add(prompt=7, new=8)
+    loop.step()
+    big, small = loop.add(prompt=9, new=2), loop.add(prompt=1, new=2)
+    while big.first_scheduled is None:
+        assert small.first_scheduled is None
+        loop.step()
+    loop.drain()
+
+
+def test_admission_needs_a_slot_and_pages_for_one_more_token():
+    loop = Loop(slots=3)
+    waiting = [loop.add() for _ in range(3)][-1]
+    loop.step()
+    assert (loop.scheduler.num_running, waiting.status, waiting.pages) == (2, Status.WAITING, [])
+    loop.drain()
+    loop = Loop(pages=4, page_size=2)
+    loop.add(prompt=3, new=2), loop.add(prompt=4, new=2)
+    assert len(loop.step().rows) == 1 and loop.blocks.free_pages == 2
+    loop.drain()
+
+
+def test_priority_goes_first_and_patience_ends_it():
+    loop = Loop(max_num_seqs=1, patience_s=10)
+    low = loop.add(priority=1, arrival=5.0, new=2)
+    high = [loop.add(priority=0, arrival=a, new=2) for a in (14.0, 16.0, 12.0)]
+    loop.drain()
+    order = sorted(loop.requests, key=lambda r: r.first_scheduled)
+    assert order == [high[2], high[0], low, high[1]]
+
+
+def test_an_endless_stream_of_better_priority_starves_no_one():
+    loop = Loop(max_num_seqs=1, patience_s=10)
+    low = loop.add(priority=1, new=2)
+    while low.first_scheduled is None:
+        loop.add(priority=0, new=2)
+        loop.step(), loop.step()
+        assert len(loop.requests) < 20
+    loop.drain()
+
+
+def test_the_queue_is_bounded():
+    loop = Loop(max_queue=2, max_num_seqs=1)
+    loop.add(), loop.add()
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        loop.add()
+    loop.step()
+    loop.add()
+    loop.drain()
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished", "never added"])
+def test_abort(state):
+    loop = Loop(max_num_seqs=2, max_num_batched_tokens=8)
+    other, r = loop.add(prompt=2, new=20), loop.add(prompt=14, new=9)
+    free = loop.blocks.num_pages - 1, loop.blocks.num_slots - 1
+    while state not in ("waiting", "never added") and not r.first_scheduled:
+        loop.step()
+    while state in ("decoding", "preempted") and not r.output:
+        loop.step()
+    if state == "preempted":
+        loop.scheduler._preempt()
+    if state == "finished":
+        loop.drain()
+    if state == "never added":
+        r = dataclasses.replace(r, id="x")
+    output = list(r.output)
+    for _ in range(2):
+        loop.scheduler.abort(r)
+        assert (r.status, r.pages, r.slot, r.lane) == (Status.FINISHED, [], 0, -1)
+        loop.blocks.check([other])
+    loop.step()
+    assert r.output == output and r.finish_reason == ("length" if state == "finished" else "abort")
+    if state == "never added":
+        return
+    loop.drain()
+    assert (loop.blocks.free_pages, loop.blocks.free_slots) == free
+
+
+def test_abort_gives_its_reason():
+    loop = Loop()
+    r = loop.add()
+    loop.scheduler.abort(r, "stop")
+    assert (r.finish_reason, loop.scheduler.finished["stop"]) == ("stop", 1)
+
+
+def commit_one(tokens, **fields):
+    """A request that decodes in a window of 4, which gives `tokens`."""
+    loop = Loop()
+    r = loop.add(**{"new": 9} | fields)
+    first = loop.scheduler.schedule()
+    plan = loop.scheduler.schedule()
+    loop.scheduler.commit(first, np.array([0], np.int32))
+    return r, loop.scheduler.commit(plan, np.array([tokens], np.int32)) if plan else None
+
+
+@pytest.mark.parametrize(
+    "tokens, fields, output, reason",
+    [
+        ([5, 6, 3, -1], {"stop_ids": (9, 3)}, [0, 5, 6, 3], "stop"),
+        ([3, 5, 3, -1], {"stop_ids": (3,), "min_tokens": 2}, [0, 3, 5, 3], "stop"),
+        ([3, 3, 3, 3], {"stop_ids": (3,), "min_tokens": 5}, [0, 3, 3, 3, 3], None),
+        ([5, 6, -1, -1], {"new": 3}, [0, 5, 6], "length"),
+        ([5, 3, -1, -1], {"new": 3, "stop_ids": (3,)}, [0, 5, 3], "stop"),
+        ([5, -1, -1, -1], {}, [0, 5], "error"),
+    ],
+    ids=["stop", "min_tokens allows", "min_tokens forbids", "max_len", "stop at max_len", "the device disagrees"],
+)
+def test_where_a_request_ends(tokens, fields, output, reason):
+    r, (result,) = commit_one(tokens, **fields)
+    assert (r.output, r.finish_reason) == (output, reason)
+    assert (result.request, result.tokens, result.finish_reason) == (r, output[1:], reason)
+    assert (r.slot == 0) == (reason is not None)
+
+
+def test_tokens_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"tokens is \(1, 3\), it must be at least \(1, 4\)"):
+        commit_one([5, 6, 7])
+
+
+def test_sampling_arrays():
+    loop = Loop()
+    params = SamplingParams(temperature=1e-6, top_k=-1, top_p=0.5, min_p=0.25, min_tokens=2)
+    loop.add(params=params, seed=2**32 - 1, stop_ids=(4, 5))
+    loop.add(params=SamplingParams(temperature=0.5, top_k=2**40))
+    plan = loop.step()
+    assert plan.temperature_B.tolist() == [0, 0.5] and plan.top_k_B.tolist() == [0, 2**31 - 1]
+    assert plan.top_p_B.tolist() == [0.5, 1] and plan.min_p_B.tolist() == [0.25, 0]
+    assert plan.seed_B.tolist() == [2**32 - 1, 1] and plan.stop_ids_B[0].tolist() == [4, 5] + [-1] * 14
+    assert plan.min_len_B.tolist() == [5, 3] and plan.max_len_B.tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"prompt": 0}, "prompt is empty, it must be at least one token"),
+        ({"new": 0}, "prompt is 3 tokens, it must be shorter than max_len"),
+        ({"max_len": 49}, "max_len is 49, it must be at most max_model_len"),
+        ({"max_len": 41}, "max_len is 41, it must be at most 40, the tokens that the KV pages hold"),
+        ({"stop_ids": (1,) * 17}, "stop_ids is .* at most 16"),
+        ({"stop_ids": (-1,)}, "stop_ids is .* ids of the vocabulary"),
+        ({"seed": -1}, "seed is -1"),
+        ({"priority": 10**400}, "priority is 10"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused(fields, message):
+    loop = Loop(pages=20, page_size=2)
+    with pytest.raises(ValueError, match=message):
+        loop.add(**fields)
+    assert not loop.scheduler.has_work
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    for ids in ([1, FROM_SLOT], [2**31]):
+        with pytest.raises(ValueError, match="prompt is ids"):
+            Loop().scheduler.add(Request(id="a", prompt=ids, params=SamplingParams(), max_len=9))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 3),
+        ("max_model_len", 1),
+        ("max_queue", 0),
+        ("decode_window", 0),
+        ("patience_s", -1.0),
+        ("token_buckets", (8,)),
+        ("token_buckets", (16, 4)),
+        ("seq_buckets", ()),
+        ("seq_buckets", (1, 3)),
+    ],
+)
+def test_config_is_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field} is .*it must be"):
+        Loop(**{field: value})
