@@ -103,7 +103,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class Part:
     """Where `leaf[index]` is on disk: `disk[channels].reshape(split)[at].transpose(axes)` of the tensor `name`.
 
-    `path` names the leaf ("blocks.0.mixer.w_q"); `index` is () when it is not stacked, (period,) or (period, expert).
+    `path` names the leaf ("blocks.0.mixer.w_q"); `index` is () when it is not stacked, (layer of the stack,) or (.., expert).
     `name` begins with "model.", "mtp." or "lm_head.", whatever prefix the files have; `shape` is the tensor's.
     """
 
@@ -159,8 +159,8 @@ def parts(cfg: ModelConfig, dtype: Any, fused: Callable[[str], bool]) -> Iterato
 
     yield from walk(tree, "", "", ())
     for layer in range(cfg.num_layers):
-        period, i = divmod(layer, len(tree.blocks))
-        yield from walk(tree.blocks[i], f"blocks.{i}.", f"model.layers.{layer}.", (period,))
+        run, l = cfg.place(layer)
+        yield from walk(tree.blocks[run], f"blocks.{run}.", f"model.layers.{layer}.", (l,))
     if tree.mtp is not None:
         yield from walk(tree.mtp, "mtp.", "mtp.", ())
         yield from walk(tree.mtp.block, "mtp.block.", "mtp.layers.0.", (0,))

@@ -66,6 +66,16 @@ class Moe:
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """`count` equal layers in a row within the pattern; the first is layer `start` of it."""
+
+    mixer: Mixer
+    ffn: Ffn
+    start: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One of the Qwen3 and Qwen3.5 families. `pattern` repeats `num_layers / len(pattern)` times."""
 
@@ -92,6 +102,23 @@ class ModelConfig:
     @property
     def periods(self) -> int:
         return self.num_layers // len(self.pattern)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The pattern as runs of equal layers. Qwen3: one of 1. Qwen3.5: 3 Gated DeltaNet, then 1 attention."""
+        runs: list[Run] = []
+        for i, (mixer, ffn) in enumerate(self.pattern):
+            if runs and (runs[-1].mixer, runs[-1].ffn) == (mixer, ffn):
+                runs[-1] = dataclasses.replace(runs[-1], count=runs[-1].count + 1)
+            else:
+                runs.append(Run(mixer, ffn, i, 1))
+        return tuple(runs)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """(run, index in its stack) of a layer: a run's stack holds its layers of all periods, in order."""
+        period, i = divmod(layer, len(self.pattern))
+        r = max(r for r, run in enumerate(self.runs) if run.start <= i)
+        return r, period * self.runs[r].count + i - self.runs[r].start
 
     def count(self, mixer: Mixer) -> int:
         """Layers of the model (MTP not counted) whose mixer is `mixer`."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from qwen_spmd.config import ModelConfig
+from qwen_spmd.config import ModelConfig, Run
 from qwen_spmd.layers.attention import attention, attention_sequences
 from qwen_spmd.layers.embed import embed, unembed
 from qwen_spmd.layers.gated_delta import gated_delta, gated_delta_sequences
@@ -49,29 +49,37 @@ def forward(
 ) -> tuple[jax.Array, ModelState, Trace | None]:
     """One step: tokens [T] -> hidden [T, D] after the last norm, the updated state, and what `trace` asked for."""
     cos_sin = angles(rows.pos_T, cfg.rope)
-    attentions = [i for i, (kind, _) in enumerate(cfg.pattern) if kind == "attention"]
-    deltas = [i for i, (kind, _) in enumerate(cfg.pattern) if kind == "gated_delta"]
 
-    def period(carry: tuple, l: jax.Array) -> tuple[tuple, Any]:
+    def layer(block: Block, l: jax.Array, n: jax.Array, carry: tuple) -> tuple[tuple, tuple[jax.Array, Routing | None]]:
+        """Layer `l` of the stack `block`, the model's n-th of its kind of mixer."""
         x, kv, conv, rec = carry
-        seen: list[tuple[jax.Array, Routing | None]] = []
-        for i, block in enumerate(params.blocks):
-            h = _norm(x, block.mixer_norm[l], cfg)
-            if isinstance(block.mixer, Attention):
-                layer = l * len(attentions) + attentions.index(i)
-                y, kv = attention(block.mixer, l, h, cos_sin, kv, layer, rows, cfg=cfg, impl=impl)
-            else:
-                layer = l * len(deltas) + deltas.index(i)
-                y, conv, rec = gated_delta(block.mixer, l, h, conv, rec, layer, rows, cfg=cfg, impl=impl)
-            x = x + y
-            h = _norm(x, block.ffn_norm[l], cfg)
-            if isinstance(block.ffn, Mlp):
-                y, routing = mlp(block.ffn, l, h), None
-            else:
-                y, routing = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl)
-            x = x + y
-            seen.append((x, routing))
-        return (x, kv, conv, rec), seen if trace else None
+        h = _norm(x, block.mixer_norm[l], cfg)
+        if isinstance(block.mixer, Attention):
+            y, kv = attention(block.mixer, l, h, cos_sin, kv, n, rows, cfg=cfg, impl=impl)
+        else:
+            y, conv, rec = gated_delta(block.mixer, l, h, conv, rec, n, rows, cfg=cfg, impl=impl)
+        x = x + y
+        h = _norm(x, block.ffn_norm[l], cfg)
+        if isinstance(block.ffn, Mlp):
+            y, routing = mlp(block.ffn, l, h), None
+        else:
+            y, routing = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl)
+        x = x + y
+        return (x, kv, conv, rec), (x, routing)
+
+    def period(carry: tuple, i: jax.Array) -> tuple[tuple, Any]:
+        seen, before = [], {"attention": 0, "gated_delta": 0}
+        for block, run in zip(params.blocks, cfg.runs, strict=True):
+
+            def body(carry: tuple, j: jax.Array, block: Block = block, run: Run = run) -> tuple[tuple, Any]:
+                n = i * (cfg.count(run.mixer) // cfg.periods) + before[run.mixer] + j
+                carry, out = layer(block, i * run.count + j, n, carry)
+                return carry, out if trace else None
+
+            carry, out = jax.lax.scan(body, carry, jnp.arange(run.count))
+            before[run.mixer] += run.count
+            seen.append(out)
+        return carry, seen
 
     carry = (embed(params, tokens_T), state.kv, state.conv, state.rec)
     (x, kv, conv, rec), seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
@@ -84,20 +92,25 @@ def forward_sequences(
 ) -> tuple[jax.Array, Trace]:
     """Whole sequences from position 0: [B, T] -> hidden [B, T, D] after the last norm, and the trace.
 
-    Causal, so right padding is harmless. T must be a multiple of 64. `remat` recomputes each period in the backward
+    Causal, so right padding is harmless. T must be a multiple of 64. `remat` recomputes each layer in the backward
     pass.
     """
     cos_sin = angles(jnp.arange(tokens_BT.shape[1]), cfg.rope)
 
-    def period(x: jax.Array, l: jax.Array) -> tuple[jax.Array, Any]:
+    def period(x: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
         seen = []
-        for block in params.blocks:
-            x, routing = _block_sequences(block, l, x, cos_sin, cfg)
-            seen.append((x, routing))
+        for block, run in zip(params.blocks, cfg.runs, strict=True):
+
+            def body(x: jax.Array, j: jax.Array, block: Block = block, run: Run = run) -> tuple[jax.Array, Any]:
+                x, routing = _block_sequences(block, i * run.count + j, x, cos_sin, cfg)
+                return x, (x, routing)
+
+            x, out = jax.lax.scan(jax.checkpoint(body) if remat else body, x, jnp.arange(run.count))
+            seen.append(out)
         return x, seen
 
     x = embed(params, tokens_BT)
-    x, seen = jax.lax.scan(jax.checkpoint(period) if remat else period, x, jnp.arange(cfg.periods))
+    x, seen = jax.lax.scan(period, x, jnp.arange(cfg.periods))
     return _norm(x, params.norm, cfg), _trace(seen)
 
 
@@ -144,10 +157,10 @@ def _moe(cfg: ModelConfig) -> Any:
 
 
 def _trace(seen: list[tuple[jax.Array, Routing | None]]) -> Trace:
-    """[(hidden [periods, ..], routing)] for each position of the pattern -> layers in order."""
+    """What each run saw, [periods, count, ..] -> layers in order."""
 
     def in_order(*xs: jax.Array) -> jax.Array:
-        return jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:])
+        return jnp.concatenate(xs, 1).reshape(-1, *xs[0].shape[2:])
 
     routings = [r for _, r in seen if r is not None]
     return Trace(in_order(*(h for h, _ in seen)), jax.tree.map(in_order, *routings) if routings else None)

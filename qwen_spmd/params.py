@@ -4,8 +4,8 @@
 `w_gate: jax.Array = dims("LEDM")` is the only place that knows a parameter's shape. Abstract shapes, sharding specs,
 initial values and the checkpoint's shape checks all derive from that line, the config's letter table and the layout.
 
-Layers of one kind are stacked over a leading L. A model is a tuple of blocks, one for each position of the repeating
-pattern (Qwen3: one; Qwen3.5: three Gated DeltaNet and one attention), each stacked over the periods.
+Layers of one kind are stacked over a leading L. A model is a tuple of stacks, one for each run of equal layers in the
+repeating pattern (Qwen3: one; Qwen3.5: Gated DeltaNet and attention); `ModelConfig.place` finds a layer in them.
 
 Weights are [in, out]: contraction first. Not here: forward code, file formats.
 """
@@ -144,12 +144,12 @@ def declare(cfg: ModelConfig, dtype: Any) -> Params:
                 fields[f.name] = Leaf(m["dims"], shape, jnp.dtype(m["dtype"] or dtype), init)
         return cls(**fields)
 
-    def block(kind: tuple[str, str], L: int) -> Block:
-        if kind[0] == "attention":
+    def block(mixer_kind: str, ffn_kind: str, L: int) -> Block:
+        if mixer_kind == "attention":
             mixer = tree(Attention, L, **({} if cfg.output_gate else {"w_gate": None}))
         else:
             mixer = tree(GatedDelta, L)
-        if kind[1] == "mlp":
+        if ffn_kind == "mlp":
             ffn = tree(Mlp, L)
         elif cfg.moe is not None and cfg.moe.shared_width is not None:
             ffn = tree(Moe, L, shared=tree(Mlp, L))
@@ -160,8 +160,8 @@ def declare(cfg: ModelConfig, dtype: Any) -> Params:
     return tree(
         Params,
         0,
-        blocks=tuple(block(kind, cfg.periods) for kind in cfg.pattern),
-        mtp=tree(Mtp, 0, block=block(("attention", cfg.pattern[-1][1]), 1)) if cfg.mtp else None,
+        blocks=tuple(block(run.mixer, run.ffn, cfg.periods * run.count) for run in cfg.runs),
+        mtp=tree(Mtp, 0, block=block("attention", cfg.pattern[-1][1], 1)) if cfg.mtp else None,
         **({"lm_head": None} if cfg.tied_embeddings else {}),
     )
 

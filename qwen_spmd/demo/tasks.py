@@ -87,7 +87,7 @@ _add(
 _add(tools.answer_from_result, "answer from what tools return", grade=same_calls)
 _add(tools.missing_tool, "say that no tool fits", weight=0.5)
 _add(recall.recall_short, "find a code in up to 400 tokens", weight=1.5)
-_add(recall.recall_long, "find a code in up to 4000 tokens", weight=0.6)
+_add(recall.recall_long, "find a code in up to 4000 tokens", weight=0.5)
 _add(chat_memory, "remember what was said earlier", weight=1.5)
 _add(recall.story, "short stories", weight=1.0, graded=False)
 

@@ -16,13 +16,19 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 
 def flag(
-    default: Any, help: str, *aliases: str, engine: bool = False, low: float | None = None, high: float | None = None
+    default: Any,
+    help: str,
+    *aliases: str,
+    engine: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
 ) -> Any:
-    """A field of ServeArgs. `engine`: goes to EngineConfig under the same name. `low` and `high` are allowed values."""
+    """A field of ServeArgs. `engine`: its name in EngineConfig, if it goes there. `low` to `high` is allowed."""
     metadata = {"help": help, "aliases": aliases, "engine": engine, "low": low, "high": high}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -42,34 +48,47 @@ class ServeArgs:
         "auto", "sampling defaults: auto (the model's generation_config.json), vllm (neutral ones) or a folder"
     )
     chat_template: str | None = flag(None, "a file with a Jinja template, or the template, if not the model's")
-    default_chat_template_kwargs: dict[str, Any] = flag(
-        types.MappingProxyType({}), """JSON given to every chat template, as '{"enable_thinking": false}'"""
+    default_chat_template_kwargs: dict[str, Any] | None = flag(  # noqa: RUF009 - it is a dataclasses.field
+        None, """JSON with variables for every chat template, as '{"enable_thinking": false}'"""
     )
 
-    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of weights and activations", engine=True)
+    dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of weights and activations", engine="dtype")
     state_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "of the recurrent states; arithmetic on them is float32 always", engine=True
+        "float32", "of the recurrent states; arithmetic on them is float32 always", engine="state_dtype"
     )
-    max_model_len: int | None = flag(None, "longest prompt + output", "--context-length", engine=True, low=2)
-    block_size: int | None = flag(None, "tokens of a KV page", "--page-size", engine=True, low=1)
-    num_gpu_blocks_override: int | None = flag(None, "KV pages, if not what the memory has room for", engine=True, low=2)
+    max_model_len: int | None = flag(None, "longest prompt + output", "--context-length", engine="max_model_len", low=2)
+    block_size: int | None = flag(None, "tokens of a KV page", "--page-size", engine="block_size", low=1)
+    num_gpu_blocks_override: int | None = flag(
+        None, "KV pages, if not as many as the memory has room for", engine="num_pages", low=1
+    )
     gpu_memory_utilization: float = flag(
-        0.9, "share of the device's memory to use", "--mem-fraction-static", engine=True, low=0.01, high=1
+        0.9,
+        "share of the device's memory to use",
+        "--mem-fraction-static",
+        engine="memory_utilization",
+        low=0.01,
+        high=1,
     )
-    max_num_seqs: int | None = flag(None, "requests running at once", "--max-running-requests", engine=True, low=1)
+    max_num_seqs: int | None = flag(
+        None, "requests that run at once", "--max-running-requests", engine="max_num_seqs", low=1
+    )
     max_num_batched_tokens: int | None = flag(
-        None, "tokens in one step", "--chunked-prefill-size", engine=True, low=1
+        None, "tokens of one step", "--chunked-prefill-size", engine="max_num_batched_tokens", low=1
     )
     max_num_queued_reqs: int | None = flag(
-        None, "requests that may wait; one more gets 429", "--max-queued-requests", engine=True, low=1
+        None, "requests that may wait; one more gets 429", "--max-queued-requests", engine="max_queue", low=1
     )
-    decode_window: int | None = flag(None, "most tokens a request decodes without the host", engine=True, low=1)
-    hf_overrides: dict[str, Any] = flag(
-        types.MappingProxyType({}), "JSON merged into the model's config.json", "--json-model-override-args", engine=True
+    decode_window: int | None = flag(
+        None, "most tokens that a request decodes between two visits of the host", engine="decode_window", low=1
     )
-    compilation_cache_dir: str | None = flag(None, "where compiled programs are kept between starts", engine=True)
+    hf_overrides: dict[str, Any] | None = flag(  # noqa: RUF009
+        None, "JSON merged into the model's config.json", "--json-model-override-args", engine="hf_overrides"
+    )
+    compilation_cache_dir: Path | None = flag(  # noqa: RUF009
+        None, "where compiled programs are kept between starts", engine="compilation_cache"
+    )
     seed: int | None = flag(
-        None, "makes requests that have no seed repeatable", "--random-seed", low=0, high=2**32 - 1
+        None, "makes requests that bring no seed repeatable", "--random-seed", low=0, high=2**32 - 1
     )
 
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 is all of them")
@@ -78,16 +97,14 @@ class ServeArgs:
     ssl_keyfile: str | None = flag(None, "the TLS key, with --ssl-certfile")
     ssl_certfile: str | None = flag(None, "the TLS certificate, with --ssl-keyfile")
     root_path: str = flag("", "path under which a proxy shows the server", "--fastapi-root-path")
-    api_key: tuple[str, ...] = flag((), "keys, one of which each request must carry (/health, /ready, /metrics need none)")
+    api_key: tuple[str, ...] = flag(
+        (), "keys, one of which each request must carry (/health, /ready and /metrics need none)"
+    )
     allowed_origins: tuple[str, ...] = flag((), "web origins whose pages may call the server; * is all (default: none)")
     allowed_methods: tuple[str, ...] = flag(("*",), "methods that those pages may use")
     allowed_headers: tuple[str, ...] = flag(("*",), "headers that those pages may send")
-    shutdown_timeout: float = flag(
-        30.0, "seconds that running requests get to finish after SIGTERM", low=0, high=86400
-    )
-    watchdog_timeout: float = flag(
-        300.0, "seconds without progress after which /health says so with 503", low=1, high=86400
-    )
+    shutdown_timeout: float = flag(30.0, "seconds that running requests get to finish after SIGTERM", low=0, high=86400)
+    watchdog_timeout: float = flag(300.0, "seconds without progress after which /health answers 503", low=1, high=86400)
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least severe message that is printed")
     disable_log_requests: bool = flag(False, "no line per finished request")
 
@@ -112,7 +129,9 @@ class ServeArgs:
         return self.served_model_name or (self.model or "qwen-spmd-demo",)
 
     def engine_options(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["engine"]}
+        """Arguments of EngineConfig: what is set. The rest it decides itself."""
+        values = {f.metadata["engine"]: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if name is not None and value is not None}
 
 
 def option(name: str) -> str:
@@ -123,6 +142,7 @@ def parse(argv: Sequence[str] | None = None) -> ServeArgs:
     """The command line, or exit code 2 and one sentence that names the flag, the value and what is allowed."""
     parser = _Parser(
         prog="python -m qwen_spmd.serve",
+        usage="%(prog)s [MODEL] [flags]",
         description="An OpenAI-compatible server for Qwen3 and Qwen3.5.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -169,7 +189,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     kinds = [kind for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))]
     kind = next(kind for kind in kinds if kind is not types.NoneType)
     origin = typing.get_origin(kind)
-    shown = "" if field.default in (None, (), "", False, {}) else f" (default: {field.default})"
+    default = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+    shown = f" (default: {default})" if default not in (None, "", False) else ""
     out: dict[str, Any] = {"dest": field.name, "help": (field.metadata["help"] + shown).replace("%", "%%")}
     if kind is bool:
         return out | {"action": "store_true"}
@@ -179,7 +200,7 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return out | {"nargs": "+", "action": "extend", "metavar": "NAME"}
     if origin is dict:
         return out | {"type": _json_object, "metavar": "JSON"}
-    return out | {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+    return out | {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", Path: "PATH"}[kind]}
 
 
 def _json_object(text: str) -> dict[str, Any]:

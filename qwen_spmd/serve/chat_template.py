@@ -93,13 +93,15 @@ class ChatTemplate:
             # Clients send enable_thinking to every model, and one that never thinks does as it says.
             if name not in self._reads and name != "enable_thinking":
                 free = ", ".join(sorted(self._reads - own - {"add_generation_prompt"})) or "none"
-                raise ValueError(f"chat_template_kwargs.{name} is not read by the chat template, those it reads: {free}")
+                raise ValueError(
+                    f"chat_template_kwargs.{name} is not read by the chat template, those it reads: {free}"
+                )
 
 
 class _Marks:
     """Stand-ins for the control tokens that callers typed, while a template works on their text.
 
-    The template sees the same text otherwise, so that whatever it looks for (`</think>`, a prefix, blank ends) is found.
+    The template sees the same text otherwise: what it looks for (`</think>`, a prefix, blanks at the ends) it finds.
     Afterwards the control tokens in its output are its own. A random name makes a stand-in impossible to forge.
     """
 
@@ -159,7 +161,7 @@ def _read_message(where: str, message: Any) -> dict[str, Any]:
     if out.get("tool_calls"):
         calls = out["tool_calls"]
         if role != "assistant" or not isinstance(calls, list):
-            raise ValueError(f"{where}.tool_calls is {_short(calls)}, it must be a list, and in assistant messages only")
+            raise ValueError(f"{where}.tool_calls is {_short(calls)}, it must be a list, of an assistant message")
         out["tool_calls"] = [_read_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     return out
 
@@ -204,9 +206,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    # Not Jinja's own, which escapes for HTML. Models were trained on plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Not Jinja's own, which escapes for HTML: models were trained on plain JSON. `options` are those of json.dumps."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -101,7 +101,12 @@ class Engine:
 
     @property
     def weights(self) -> Params:
+        """The parameters; the next step uses what is assigned, which must have the same shapes and shardings."""
         return self._steps.weights
+
+    @weights.setter
+    def weights(self, weights: Params) -> None:
+        self._steps.weights = weights
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it can never run, QueueFull, EngineStopped. From any thread."""

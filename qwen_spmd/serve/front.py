@@ -13,34 +13,23 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
-from qwen_spmd.serve.metrics import Metrics, Stats
-from qwen_spmd.serve.protocol import ApiError, Ask
+from qwen_spmd.serve.fields import ApiError, bad_request
+from qwen_spmd.serve.metrics import Metrics
+from qwen_spmd.serve.protocol import Ask
 from qwen_spmd.serve.request import MAX_STOP_IDS, FinishReason, Request
 from qwen_spmd.serve.scheduler import Output, QueueFull
-from qwen_spmd.serve.text_stream import TextStream
-from qwen_spmd.serve.tokenizer import Tokenizer
+from qwen_spmd.serve.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:  # it imports jax
+    from qwen_spmd.serve.engine import Engine
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.25
 """How often to look whether the engine still lives, while someone waits for it."""
-
-
-class Engine(Protocol):
-    """What this side needs of an engine. `deliver` is set here and called from the engine's thread once per step."""
-
-    deliver: Callable[[list[Output]], None]
-    max_model_len: int
-    vocab_size: int
-
-    def submit(self, request: Request) -> None: ...
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> None: ...
-    def stats(self) -> Stats: ...
-    def drain(self, timeout: float) -> None: ...
-    def stop(self) -> None: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,21 +44,23 @@ class Delta:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Sequence:
+    """One choice. `tokens` of it came so far, the last ones at `tokens_at`."""
+
+    index: int
     request: Request
     text: TextStream
-    delta: Delta  # not yet fetched
-    tokens_at: float = 0.0  # when the last tokens came
+    tokens: int = 0
+    tokens_at: float = 0.0
 
 
 class Generation:
     """All choices of one HTTP request. Leaving the `with` block ends those that still run, whatever the reason."""
 
-    def __init__(self, front: Front, sequences: list[_Sequence]) -> None:
-        self.prompt_tokens = 0
+    def __init__(self, front: Front, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self.gone = False
         self._front = front
-        self._sequences = sequences
-        self._running = {sequence.request.id: sequence for sequence in sequences}
+        self._running: dict[str, _Sequence] = {}
         self._news: dict[int, Delta] = {}
         self._wake = asyncio.Event()
         self._error: ApiError | None = None
@@ -78,10 +69,10 @@ class Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._close()
 
     async def next(self) -> list[Delta]:
-        """What came since the last call, at least something; [] when there is nothing more. ApiError if it broke."""
+        """What came since the last call; [] when there is nothing more. ApiError if something broke."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -92,22 +83,25 @@ class Generation:
         news, self._news = self._news, {}
         return list(news.values())
 
-    def close(self) -> None:
-        """Abort what still runs."""
-        for request_id in list(self._running):
-            self._front._end(self, request_id, "abort")
-            self._front.engine.abort(request_id)
-        self._wake.set()
-
     def leave(self) -> None:
         """The client is gone: nobody reads on."""
         self.gone = True
         self._news.clear()
-        self.close()
+        self._close()
 
     def fail(self, error: ApiError) -> None:
         self._error = error
-        self.close()
+        self._close()
+
+    def _delta(self, index: int) -> Delta:
+        self._wake.set()
+        return self._news.setdefault(index, Delta(index))
+
+    def _close(self) -> None:
+        for request_id in list(self._running):
+            self._front._end(self, request_id, "abort")
+            self._front.engine.abort(request_id)
+        self._wake.set()
 
 
 class Front:
@@ -116,7 +110,13 @@ class Front:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, *, seed: int | None = None, log_requests: bool = True
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        seed: int | None = None,
+        log_requests: bool = True,
     ) -> None:
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
         self.draining = False
@@ -133,56 +133,52 @@ class Front:
         return bool(self._open)
 
     def submit(self, ask: Ask, prompts: Sequence[list[int]], echo: Sequence[str], answer_id: str) -> Generation:
-        """Give `ask.n` sequences per prompt to the engine. ApiError: nothing was started. `echo` goes before the text."""
+        """Give `ask.n` sequences per prompt to the engine. ApiError: none is left running. `echo`: prompts as text."""
         if self.draining:
             raise stopping()
         self._loop = asyncio.get_running_loop()
-        generation = Generation(self, self._sequences(ask, prompts, echo, answer_id))
-        generation.prompt_tokens = sum(map(len, prompts))
+        generation = Generation(self, sum(map(len, prompts)))
         try:
-            for sequence in generation._sequences:
-                self._open[sequence.request.id] = generation
-                self.engine.submit(sequence.request)
-        except Exception as error:
-            generation.close()
-            if isinstance(error, ValueError):
-                raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
-            if isinstance(error, QueueFull):
-                raise ApiError(429, str(error), code="queue_full", retry_after=1) from None
-            if isinstance(error, RuntimeError):  # the engine has stopped
-                raise (stopping() if self.draining else ApiError(500, f"the engine has stopped: {error}")) from None
+            for sequence in self._sequences(ask, prompts, answer_id):
+                self._start(generation, sequence)
+                if ask.echo:
+                    generation._delta(sequence.index).text = echo[sequence.index // ask.n]
+        except BaseException:
+            generation._close()
             raise
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
         return generation
 
     def fail_all(self, error: ApiError) -> None:
-        for generation in {id(generation): generation for generation in self._open.values()}.values():
+        for generation in list(self._open.values()):
             generation.fail(error)
 
-    def _sequences(
-        self, ask: Ask, prompts: Sequence[list[int]], echo: Sequence[str], answer_id: str
-    ) -> list[_Sequence]:
-        sequences = []
-        for prompt, text in zip(prompts, echo):
+    def _sequences(self, ask: Ask, prompts: Sequence[list[int]], answer_id: str) -> list[_Sequence]:
+        out = []
+        for prompt in prompts:
             options = self._options(ask, prompt)
-            # -1 asks for a random seed, in vLLM too.
-            seed = ask.params.seed if ask.params.seed not in (None, -1) else self._random.getrandbits(32)
+            # -1 asks for a random seed, as it does in vLLM.
+            seed = self._random.getrandbits(32) if ask.params.seed in (None, -1) else ask.params.seed
             for i in range(ask.n):
                 request = Request(
-                    id=f"{answer_id}-{next(self._numbers)}", prompt=prompt, seed=(seed + i) % 2**32, priority=ask.priority, **options
+                    id=f"{answer_id}-{next(self._numbers)}",
+                    prompt=prompt,
+                    seed=(seed + i) % 2**32,
+                    priority=ask.priority,
+                    **options,
                 )
-                stream = TextStream(self.tokenizer, request.params, skip_special_tokens=ask.skip_special_tokens)
-                sequences.append(_Sequence(request, stream, Delta(len(sequences), text)))
-        return sequences
+                text = TextStream(self.tokenizer, request.params, skip_special_tokens=ask.skip_special_tokens)
+                out.append(_Sequence(len(out), request, text))
+        return out
 
     def _options(self, ask: Ask, prompt: list[int]) -> dict[str, Any]:
         """Of the Requests for a prompt: params and what follows from them and the model."""
         field = "messages" if ask.prompts is None else "prompt"
         limit = self.engine.max_model_len
+        room = limit - len(prompt)
         if not prompt:
             raise ApiError(400, f"{field} is empty, it must have at least one token", param=field)
-        room = limit - len(prompt)
         if room < 1:
             raise ApiError(
                 400,
@@ -191,22 +187,36 @@ class Front:
                 param=field,
                 code="context_length_exceeded",
             )
-        # Clients ask for far more tokens than they expect, as a safety cap: only the room that there is counts.
+        # Clients ask for far more tokens than they expect, as a safety cap: what counts is the room that there is.
         max_tokens = min(ask.params.max_tokens or room, room)
         model_ids = () if ask.params.ignore_eos else self.tokenizer.stop_ids
         stop_ids = tuple(dict.fromkeys(model_ids + ask.params.stop_token_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             most = MAX_STOP_IDS - len(model_ids)
-            raise ApiError(
-                400,
-                f"stop_token_ids has {len(ask.params.stop_token_ids)} ids, it must have at most {most} beside the model's own",
-                param="stop_token_ids",
-            )
+            message = f"stop_token_ids has {len(ask.params.stop_token_ids)} ids, it must have at most {most}"
+            raise ApiError(400, message, param="stop_token_ids")
         try:
             params = ask.params.replace(max_tokens=max_tokens)
         except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
+            raise bad_request(error) from None
         return {"params": params, "max_len": len(prompt) + max_tokens, "stop_ids": stop_ids}
+
+    def _start(self, generation: Generation, sequence: _Sequence) -> None:
+        request = sequence.request
+        # First, because its tokens may come before submit returns.
+        generation._running[request.id] = sequence
+        self._open[request.id] = generation
+        try:
+            self.engine.submit(request)
+        except Exception as error:
+            del generation._running[request.id], self._open[request.id]
+            if isinstance(error, ValueError):
+                raise bad_request(error) from None
+            if isinstance(error, QueueFull):
+                raise ApiError(429, str(error), code="queue_full", retry_after=1) from None
+            if isinstance(error, RuntimeError):
+                raise stopping() if self.draining else ApiError(500, f"the engine has stopped: {error}") from None
+            raise
 
     # From the engine.
 
@@ -231,50 +241,48 @@ class Front:
             why = self.engine.stats().error or "it gives no reason"
             generation.fail(stopping() if reason == "abort" else ApiError(500, f"the engine failed: {why}"))
             return
-        # The stop id is a token of the answer and not a part of its text.
-        hidden = reason == "stop" and len(output.tokens) > 0 and not request.params.include_stop_str_in_output
-        text, delta = sequence.text, sequence.delta
-        before = text.num_tokens
-        delta.text += text.push(output.tokens[:-1] if hidden else output.tokens)
+
+        text, before = sequence.text, sequence.text.num_tokens
+        # The id that stops a sequence is one of its tokens and no part of its text.
+        hidden = reason == "stop" and not request.params.include_stop_str_in_output
+        new = text.push(output.tokens[:-1] if hidden else output.tokens)
         tokens = text.num_tokens - before
-        if text.stopped:
-            if reason is None:
-                self.engine.abort(request.id, "stop")
-            reason = "stop"
-        elif reason is not None:
+        if text.stopped and reason is None:
+            self.engine.abort(request.id, "stop")
+        elif not text.stopped and reason is not None:
+            new += text.finish()
             tokens += hidden
-            delta.text += text.finish()
-            reason = "stop" if text.stopped else reason
+        if text.stopped:
+            reason = "stop"
+
+        delta = generation._delta(sequence.index)
+        delta.text += new
         delta.tokens += tokens
         delta.finish_reason = reason
         self.metrics.tokens(request, tokens, sequence.tokens_at, now)
+        sequence.tokens += tokens
         sequence.tokens_at = now
         if reason is not None:
             self._end(generation, request.id, reason)
-        generation._news[delta.index] = delta
-        sequence.delta = delta if not generation._wake.is_set() else delta
-        generation._wake.set()
 
     def _end(self, generation: Generation, request_id: str, reason: FinishReason) -> None:
-        """Forget a sequence. Every one of them comes by here once."""
+        """Forget a sequence. Each comes by here once."""
         sequence = generation._running.pop(request_id)
-        self._open.pop(request_id, None)
-        request, tokens = sequence.request, sequence.text.num_tokens
-        self.metrics.ended(request, reason, tokens)
+        del self._open[request_id]
+        request, now = sequence.request, time.monotonic()
+        self.metrics.ended(request, reason, sequence.tokens, now)
         if self._log_requests:
-            log.info(
-                "%s: %d prompt + %d tokens, %s after %.3f s",
-                request.id, len(request.prompt), tokens, reason, time.monotonic() - request.arrival,
-            )  # fmt: skip
+            counts = f"{len(request.prompt)} prompt + {sequence.tokens} tokens"
+            log.info("%s: %s, %s after %.3f s", request_id, counts, reason, now - request.arrival)
 
     async def _watch(self) -> None:
         """An engine that dies without a word must not leave anyone waiting."""
         while self._open:
             await asyncio.sleep(WATCH_S)
             stats = self.engine.stats()
-            if not stats.alive:
+            if not stats.alive and self._open:
                 error = stopping() if self.draining else ApiError(500, f"the engine has stopped: {stats.error}")
-                log.error("%d requests end: %s", len(self._open), error)
+                log.error("%d sequences end unfinished: %s", len(self._open), error)
                 self.fail_all(error)
 
 

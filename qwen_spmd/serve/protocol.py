@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request bodies of the OpenAI API: JSON to Ask, or an ApiError that names the field, the value and what is allowed.
 
-Not here: the shape of answers (`responses.py`), chat messages (`chat_template.py`), token ids.
+Not here: single fields (`fields.py`), chat messages (`chat_template.py`), answers (`responses.py`), tokens.
 """
 
 from __future__ import annotations
@@ -9,33 +9,26 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from qwen_spmd.serve.fields import (
+    CHAT,
+    COMPLETION,
+    INERT,
+    NEUTRAL,
+    SAMPLING,
+    STREAM_OPTIONS,
+    ApiError,
+    array,
+    bad_request,
+    wrong,
+)
 from qwen_spmd.serve.request import SamplingParams
 
-MAX_N = 128
 MAX_PROMPTS = 1024
-MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 COMPLETION_MAX_TOKENS = 16
 """Of /v1/completions when the body says nothing, as OpenAI and vLLM have it."""
-
-
-class ApiError(Exception):
-    """An answer that is no success, as the OpenAI API words it."""
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-
-    def body(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,157 +49,6 @@ class Ask:
     echo: bool
     skip_special_tokens: bool
     priority: int
-
-
-# One function per type of value: the value as it is used from there on, or ApiError.
-
-
-def wrong(name: str, value: Any, allowed: str) -> ApiError:
-    shown = json.dumps(value, ensure_ascii=False)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ApiError(400, f"{name} is {shown}, it must be {allowed}", param=name)
-
-
-def string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise wrong(name, value, "a string")
-    return value
-
-
-def boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise wrong(name, value, "true or false")
-    return value
-
-
-def integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
-        raise wrong(name, value, "a 64-bit integer")
-    return value
-
-
-def count(name: str, value: Any) -> int:
-    if integer(name, value) < 1:
-        raise wrong(name, value, "at least 1")
-    return value
-
-
-def number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise wrong(name, value, "a number")
-    return float(value)
-
-
-def array(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise wrong(name, value, "a list")
-    return value
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong(name, value, "an object")
-    return value
-
-
-def stops(name: str, value: Any) -> tuple[str, ...]:
-    value = [value] if isinstance(value, str) else array(name, value)
-    if len(value) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in value):
-        raise wrong(name, value, f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(value)
-
-
-def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    return tuple(integer(f"{name}[{i}]", id) for i, id in enumerate(array(name, value)))
-
-
-def n_choices(name: str, value: Any) -> int:
-    if count(name, value) > MAX_N:
-        raise wrong(name, value, f"from 1 to {MAX_N}")
-    return value
-
-
-SAMPLING: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": number,
-    "top_p": number,
-    "top_k": integer,
-    "min_p": number,
-    "seed": integer,
-    "min_tokens": integer,
-    "stop": stops,
-    "stop_token_ids": token_ids,
-    "include_stop_str_in_output": boolean,
-    "ignore_eos": boolean,
-}
-SHARED = SAMPLING | {
-    "model": string,
-    "max_tokens": count,
-    "n": n_choices,
-    "stream": boolean,
-    "stream_options": mapping,
-    "skip_special_tokens": boolean,
-    "priority": integer,
-}
-CHAT = SHARED | {
-    "messages": array,
-    "max_completion_tokens": count,
-    "chat_template_kwargs": mapping,
-    "add_generation_prompt": boolean,
-    "continue_final_message": boolean,
-}
-COMPLETION = SHARED | {"prompt": lambda name, value: value, "echo": boolean}
-
-STREAM_OPTIONS = {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": boolean}
-
-# Fields of the API that change no answer of this server, whatever their value.
-INERT = frozenset(
-    "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction request_id "
-    "parallel_tool_calls spaces_between_special_tokens".split()
-)
-
-# Fields that are not supported yet, and the values at which they ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "documents": ([],),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,7 +79,9 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 def parse_chat(body: Mapping[str, Any], defaults: Defaults) -> Ask:
     values = _read(body, CHAT)
     if not values.get("messages"):
-        raise ApiError(400, "messages is missing or empty, it must be a list with at least one message", param="messages")
+        raise ApiError(
+            400, "messages is missing or empty, it must be a list with at least one message", param="messages"
+        )
     if "max_completion_tokens" in values:  # the newer name
         values["max_tokens"] = values["max_completion_tokens"]
     continued = values.get("continue_final_message", False)
@@ -257,7 +101,9 @@ def parse_chat(body: Mapping[str, Any], defaults: Defaults) -> Ask:
 def parse_completion(body: Mapping[str, Any], defaults: Defaults) -> Ask:
     values = _read(body, COMPLETION)
     if "prompt" not in values:
-        raise ApiError(400, "prompt is missing, it must be a string or a list of token ids, or a list of these", param="prompt")
+        raise ApiError(
+            400, "prompt is missing, it must be a string or a list of token ids, or a list of these", param="prompt"
+        )
     if "max_tokens" not in body:
         values["max_tokens"] = COMPLETION_MAX_TOKENS
     return _ask(values, defaults, prompts=_prompts(values["prompt"], defaults.vocab_size))
@@ -299,8 +145,8 @@ def _ask(values: dict[str, Any], defaults: Defaults, **prompt: Any) -> Ask:
         _check_id(f"stop_token_ids[{i}]", id, defaults.vocab_size)
     try:
         params = SamplingParams(**(dict(defaults.sampling) | given))
-    except ValueError as error:  # its messages begin with the field
-        raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from None
+    except ValueError as error:
+        raise bad_request(error) from None
     return Ask(
         model=values.get("model"),
         params=params,
@@ -318,7 +164,7 @@ def _ask(values: dict[str, Any], defaults: Defaults, **prompt: Any) -> Ask:
 def _prompts(value: Any, vocab_size: int) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not value or len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+    if not isinstance(value, list) or not value or (len(value) > MAX_PROMPTS and not isinstance(value[0], int)):
         raise wrong("prompt", value, f"a string or a list of token ids, or a list of 1 to {MAX_PROMPTS} of these")
     if all(isinstance(item, str) for item in value):
         return value

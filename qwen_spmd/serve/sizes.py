@@ -142,7 +142,7 @@ def choose(cfg: ModelConfig, weights: Params, device: jax.Device, config: Engine
             )
         max_len = pages * page_size
     window = config.decode_window
-    token_buckets = _buckets(min(16, batched), batched)
+    token_buckets = _buckets(min(32, batched), batched)
     seq_buckets = _buckets(min(SMALLEST_BUCKET, seqs), seqs, step=4)
     scheduler = SchedulerConfig(
         max_num_seqs=seqs,

@@ -10,6 +10,10 @@ path. Every bucket of both is compiled before the first request. Not here: which
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,9 @@ from qwen_spmd import model, params, state
 from qwen_spmd.config import ModelConfig
 from qwen_spmd.layers.sample import sample
 from qwen_spmd.mesh.rules import Layout
+from qwen_spmd.model import Trace
 from qwen_spmd.pallas import impl_for
+from qwen_spmd.pallas.gated_delta.reference import CHUNK
 from qwen_spmd.params import Params
 from qwen_spmd.serve.scheduler import StepPlan
 from qwen_spmd.serve.sizes import Shapes
@@ -52,13 +58,15 @@ class Steps:
         self._iterations = [np.int32(n) for n in range(shapes.window + 1)]
 
     def compile(self, *, progress: bool = True) -> None:
-        """Compile every bucket, largest first, with a progress bar."""
-        todo: list[tuple[int, int] | int] = sorted(self.shapes.ragged, reverse=True)
-        todo += sorted(self.shapes.windows, reverse=True)
-        bar = tqdm(todo, desc="compile", unit="program", disable=not progress, leave=False)
-        for key in bar:
-            bar.set_postfix_str(f"decode {key}" if isinstance(key, int) else f"{key[0]} tokens, {key[1]} sequences")
-            self._programs[key] = self.lower(key).compile()
+        """Compile every bucket, some at a time, with a progress bar."""
+        keys: list[tuple[int, int] | int] = [*self.shapes.ragged, *self.shapes.windows]
+        with (
+            tqdm(total=len(keys), desc="compile", unit="program", disable=not progress) as bar,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            for key, program in zip(keys, pool.map(lambda key: self.lower(key).compile(), keys)):
+                self._programs[key] = program
+                bar.update()
 
     def lower(self, key: tuple[int, int] | int) -> Any:
         """The program of (tokens, sequences), or of a window of that many sequences, traced and lowered."""
@@ -140,6 +148,26 @@ class Steps:
         slot_B = jnp.where(live_B, batch.write_slot_B, 0)
         st = st.replace(token=st.token.at[slot_B].set(token_B), stopped=st.stopped.at[slot_B].set(stop_B))
         return st, jnp.where(live_B, token_B, NO_TOKEN), stop_B
+
+
+def run_sequence(weights: Params, tokens: Sequence[int], cfg: ModelConfig) -> tuple[jax.Array, Trace]:
+    """A whole sequence without state: float32 logits [T, V] and the trace. Compiles once for each power of two of T."""
+    T = len(tokens)
+    padded = np.zeros((1, max(CHUNK, 1 << (T - 1).bit_length())), np.int32)
+    padded[0, :T] = tokens
+    logits, trace = _sequence(weights, padded, cfg, weights.embed.sharding.mesh)
+    trace = Trace(trace.hidden[:, 0, :T], jax.tree.map(lambda x: x[:, 0, :T], trace.routing))
+    return logits[0, :T], trace
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _sequence(weights: Params, tokens_BT: jax.Array, cfg: ModelConfig, mesh: Mesh) -> tuple[jax.Array, Trace]:
+    def body(weights: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Trace]:
+        hidden_BTD, trace = model.forward_sequences(weights, tokens_BT, cfg)
+        return model.unembed(weights, hidden_BTD), trace
+
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, weights)
+    return jax.shard_map(body, mesh=mesh, in_specs=(specs, P()), out_specs=P())(weights, tokens_BT)
 
 
 def to_batch(plan: StepPlan) -> Batch:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizer: a model folder's vocabulary, chat template, stop ids and sampling defaults.
+"""Tokenizer: a model folder's vocabulary, stop ids and sampling defaults. TextStream: ids to text as they come.
 
-Not here: text that comes token by token (`text_stream.py`) and what a chat looks like (`chat_template.py`).
+Not here: what a chat looks like (`chat_template.py`).
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import logging
@@ -48,7 +49,9 @@ class Tokenizer:
         decoder = json.loads(backend.to_str())["decoder"]
         if not decoder or decoder["type"] != "ByteLevel":
             found = decoder["type"] if decoder else None
-            raise ValueError(f"tokenizer.json has the decoder {found}, it must be ByteLevel, as all Qwen models have it")
+            raise ValueError(
+                f"tokenizer.json has the decoder {found}, it must be ByteLevel, as all Qwen models have it"
+            )
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
         self.special = {id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -75,11 +78,11 @@ class Tokenizer:
 
         named = {name: _content(config[name]) for name in config if name.endswith("_token") and config[name]}
         named = {name: content for name, content in named.items() if isinstance(content, str)}
-        declared = generation.get("eos_token_id", model.get("eos_token_id"))
-        if declared is None:
-            declared = model.get("text_config", {}).get("eos_token_id", [])
-        stop_ids = set(declared if isinstance(declared, list) else [declared])
-        stop_ids |= {id for id in [backend.token_to_id(named.get("eos_token", ""))] if id is not None}
+        sources = (generation, model, model.get("text_config", {}))
+        declared = next((d["eos_token_id"] for d in sources if d.get("eos_token_id") is not None), [])
+        stop_ids = [*declared] if isinstance(declared, list) else [declared]
+        if (eos := backend.token_to_id(named.get("eos_token", ""))) is not None:
+            stop_ids.append(eos)
 
         if generation_config == "vllm":
             generation = {}
@@ -157,6 +160,71 @@ class Tokenizer:
         return known
 
 
+class TextStream:
+    """Joined, what `push` and `finish` return is `Tokenizer.decode` of all ids, however they are split over calls.
+
+    A character leaves once it is whole. With stop strings, text leaves once it cannot be part of one any more, and
+    `stopped` tells that one was found. Of several, the one that is complete first counts, and of those that end
+    together the longest: this, unlike the leftmost beginning, needs no look at tokens that are yet to come.
+    The first `min_tokens` tokens are in no stop string.
+
+    num_tokens   ids taken in; none after the one that completed a stop string
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, skip_special_tokens: bool = True) -> None:
+        self.num_tokens = 0
+        self.stopped = False
+        self._token_bytes = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = params.stop
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._held = ""  # decoded, and may be the beginning of a stop string
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids set free."""
+        if not self._stops:
+            self.num_tokens += len(ids)
+            return self._utf8.decode(b"".join(map(self._token_bytes, ids)))
+        out = []
+        for id in ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            piece = self._utf8.decode(self._token_bytes(id))
+            out.append(piece if self.num_tokens <= self._min_tokens else self._search(piece))
+        return "".join(out)
+
+    def finish(self) -> str:
+        """The text still held back, when no more ids come. A character that was never completed is U+FFFD."""
+        if self.stopped:
+            return ""
+        rest = self._utf8.decode(b"", final=True)
+        if self._stops:
+            rest = self._search(rest)
+        rest, self._held = rest + self._held, ""
+        return rest
+
+    def _search(self, piece: str) -> str:
+        held = self._held + piece
+        found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            self.stopped, self._held = True, ""
+            return held[: end if self._include_stop else start]
+        keep = len(held) - max(_open_tail(held, stop) for stop in self._stops)
+        self._held = held[keep:]
+        return held[:keep]
+
+
+def _open_tail(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0
+
+
 def _byte_alphabet() -> dict[str, int]:
     """Of byte-level BPE: a printable character of Latin-1 is its own byte, the other bytes are U+0100 and on."""
     printable = re.compile(r"[!-~¡-¬®-ÿ]")
@@ -196,7 +264,9 @@ def _given(template: str) -> str:
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template is {template!r}, which is no template and no readable file: {error}") from None
+        raise ValueError(
+            f"--chat-template is {template!r}, which is no template and no readable file: {error}"
+        ) from None
 
 
 def _content(token: Any) -> Any:

@@ -117,8 +117,12 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
             "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n",
         ),
         (  # reasoning of turns before the last question is dropped, of later ones shown
-            [USER, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}, USER]
-            + [{"role": "assistant", "content": "d", "reasoning_content": "c"}],
+            [
+                USER,
+                {"role": "assistant", "content": "<think>\na\n</think>\n\nb"},
+                USER,
+                {"role": "assistant", "content": "d", "reasoning_content": "c"},
+            ],
             {"prompt": False},
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
             "<|im_start|>assistant\n<think>\nc\n</think>\n\nd<|im_end|>\n",

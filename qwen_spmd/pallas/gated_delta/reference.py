@@ -151,15 +151,29 @@ def chunk(
     decay = jnp.exp(jnp.where(lower, G[:, :, None] - G[:, None, :], -jnp.inf))
     dot = lambda spec, *xs: jnp.einsum(spec, *xs, precision=HIGHEST)  # noqa: E731
     A = jnp.where(jnp.tri(c, k=-1, dtype=bool), beta[..., None] * dot("uiy,ujy->uij", k, k) * decay, 0)
-    rhs = beta[..., None] * jnp.concatenate([v, jnp.exp(G)[..., None] * k], -1)
-    solved = jax.lax.linalg.triangular_solve(A + jnp.eye(c), rhs, left_side=True, lower=True, unit_diagonal=True)
-    Z = v.shape[-1]
-    n = solved[..., :Z] - dot("uiy,uyz->uiz", solved[..., Z:], S)
+    inverse = unit_lower_inverse(A) * beta[:, None]
+    n = dot("uij,ujz->uiz", inverse, v - dot("uiy,uyz->uiz", jnp.exp(G)[..., None] * k, S))
     o = dot("uiy,uyz->uiz", jnp.exp(G)[..., None] * q, S)
     o += dot("uij,ujz->uiz", dot("uiy,ujy->uij", q, k) * decay, n)
     last = G[:, -1:]
     S = jnp.exp(last)[..., None] * S + dot("uiy,uiz->uyz", jnp.exp(last - G)[..., None] * k, n)
     return o.swapaxes(0, 1), S
+
+
+def unit_lower_inverse(A: jax.Array) -> jax.Array:
+    """(I + A)^-1 for strictly lower triangular A [.., c, c], c a power of two.
+
+    Block substitution: with the inverses P, R of two neighbouring diagonal blocks and Q below P, the inverse of
+    [[P^-1, 0], [Q, R^-1]] has -R Q P in Q's place. Sizes 1, 2, 4, ... c.
+    """
+    c = A.shape[-1]
+    inverse, i = jnp.broadcast_to(jnp.eye(c), A.shape), jnp.arange(c)
+    for level in range(c.bit_length() - 1):
+        block = i >> level
+        below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
+        Q = jnp.where(below, A, 0)
+        inverse -= jnp.einsum("...ij,...jk,...kl->...il", inverse, Q, inverse, precision=HIGHEST)
+    return inverse
 
 
 def _chunked(

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of the demo model: the loss, the step, the loop against the clock, exact-match accuracy.
+
+Weights and optimizer are float32, the forward pass runs in bfloat16. A step adds up the gradients of micro-batches of
+several lengths. Not here: data (`data`), the optimizer (`optimizer`), files (`export`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+from qwen_spmd import checkpoint, model
+from qwen_spmd import params as P
+from qwen_spmd.config import ModelConfig, from_hf
+from qwen_spmd.demo.chat import encode
+from qwen_spmd.demo.conversation import Conversation
+from qwen_spmd.demo.data import LENGTHS, PAD, Batch, Bucket, pad, plan, stream
+from qwen_spmd.demo.evaluate import graded, held_out
+from qwen_spmd.demo.export import card, export, hf_config, rounded
+from qwen_spmd.demo.optimizer import optimizer
+from qwen_spmd.demo.tasks import TASKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run can vary; the command line has a flag for each.
+
+    minutes          of training, without compiling and the evaluation at the end
+    samples          conversations in a step
+    batch_tokens     tokens of a micro-batch, about
+    lengths          of the micro-batches' rows, multiples of 64; longer conversations are left out
+    lr               peak learning rate: linear warm-up over `warmup` steps, then constant, then over the last `decay`
+                     share of the time linearly to zero
+    mtp, balance     weights of the multi-token prediction loss and of the router's load balancing
+    ema              decay of the averaged weights, which are what is exported
+    config           fields of config.json to change
+    init             a folder with weights to start from
+    items            held-out items of each task for the accuracy at the end
+    """
+
+    out: Path = Path("demo-out")
+    minutes: float = 7.5
+    samples: int = 512
+    batch_tokens: int = 65536
+    lengths: tuple[int, ...] = LENGTHS
+    optimizer: str = "muon"
+    lr: float = 4e-3
+    warmup: int = 200
+    decay: float = 0.7
+    weight_decay: float = 0.03
+    mtp: float = 0.15
+    balance: float = 0.01
+    ema: float = 0.999
+    seed: int = 0
+    workers: int = max(1, (os.cpu_count() or 2) - 2)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    init: Path | None = None
+    items: int = 200
+    log_seconds: float = 30.0
+    save_minutes: float = 2.0
+    remat: bool = False
+
+
+@struct.dataclass
+class State:
+    """What a step updates. `total` collects the gradients and counts of the micro-batches before the update."""
+
+    params: P.Params
+    averaged: P.Params
+    moments: Any
+    step: jax.Array
+    total: Total
+
+
+@struct.dataclass
+class Total:
+    """Sums over micro-batches. counts: [tasks, (loss, tokens, rows all right, rows)]; extra: (mtp, balance) losses."""
+
+    gradients: P.Params
+    counts: jax.Array
+    extra: jax.Array
+
+
+def loss_sums(
+    params: P.Params, batch: Batch, cfg: ModelConfig, options: Options, pad_id: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Summed over the tokens to predict: what is minimised, and the parts of `Total`."""
+    params = rounded(params, cfg)
+    tokens, valid = batch.tokens_BT, batch.tokens_BT != pad_id
+    spoken = batch.spoken_BT.astype(jnp.float32)
+    hidden, trace = model.forward_sequences(params, tokens, cfg, remat=options.remat)
+    losses, right = _cross_entropy(params, hidden, tokens, spoken, 1)
+    drafts, draft_routing = model.mtp_sequences(params, hidden, _later(tokens, 1), cfg)
+    mtp, _ = _cross_entropy(params, drafts, tokens, spoken, 2)
+    balance = _imbalance(trace.routing, valid).mean() + _imbalance(draft_routing, valid)
+    minimised = losses.sum() + options.mtp * mtp.sum() + options.balance * balance * spoken.sum()
+    task = jnp.where(batch.task_B < 0, len(TASKS), batch.task_B)
+    per_row = jnp.stack([losses.sum(1), spoken.sum(1), right.all(1), jnp.ones_like(task)], 1).astype(jnp.float32)
+    counts = jnp.zeros((len(TASKS) + 1, 4)).at[task].add(per_row)
+    return minimised, (counts, jnp.stack([mtp.sum(), balance * spoken.sum()]))
+
+
+def _cross_entropy(
+    params: P.Params, hidden: jax.Array, tokens: jax.Array, spoken: jax.Array, ahead: int
+) -> tuple[jax.Array, jax.Array]:
+    """[B, T]: the loss of the spoken tokens `ahead`, zero elsewhere; and whether greedy decoding gets them right."""
+    logits = model.unembed(params, hidden)
+    target, wanted = _later(tokens, ahead), _later(spoken, ahead)
+    loss = optax.losses.softmax_cross_entropy_with_integer_labels(logits, target)
+    return loss * wanted, (jnp.argmax(logits, -1) == target) | (wanted == 0)
+
+
+def _later(x: jax.Array, ahead: int) -> jax.Array:
+    """What stands `ahead` places later; zeros at the end."""
+    return jnp.pad(x[:, ahead:], ((0, 0), (0, ahead)))
+
+
+def _imbalance(routing: Any, valid: jax.Array) -> jax.Array:
+    """By layer, 1 if tokens are spread evenly over the experts and up to E: share of choices times mean probability."""
+    E = routing.logits_TE.shape[-1]
+    weight = valid / jnp.maximum(valid.sum(), 1)
+    chosen = jax.nn.one_hot(routing.experts_TX, E).mean(-2)
+    share = jnp.einsum("...bte,bt->...e", chosen, weight)
+    probability = jnp.einsum("...bte,bt->...e", jax.nn.softmax(routing.logits_TE), weight)
+    return E * (share * probability).sum(-1)
+
+
+def answers_right(params: P.Params, batch: Batch, cfg: ModelConfig) -> jax.Array:
+    """[B]: the reference answer is what greedy decoding gives, as each of its tokens is the most likely one."""
+    hidden, _ = model.forward_sequences(params, batch.tokens_BT, cfg)
+    spoken = batch.spoken_BT.astype(jnp.float32)
+    return _cross_entropy(params, hidden, batch.tokens_BT, spoken, 1)[1].all(1)
+
+
+class Trainer:
+    """The jitted functions of one configuration, compiled ahead for all buckets at once."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.hf_config = hf_config(options.config)
+        self.cfg = from_hf(self.hf_config)
+        self.declared = P.declare(self.cfg, jnp.float32)
+        self.tx = optimizer(self.declared, kind=options.optimizer, weight_decay=options.weight_decay)
+        self.buckets = plan(options.samples, options.batch_tokens, options.lengths)
+        self.pad_id = self.hf_config["eos_token_id"]
+        assert PAD == "<|endoftext|>"
+
+    def initial(self) -> State:
+        """Random weights. Embeddings start larger and residual outputs smaller than where nothing is trained."""
+        cfg = self.cfg
+        if self.options.init is not None:
+            params = checkpoint.load(self.options.init, cfg, dtype=jnp.float32, progress=False)
+        else:
+            params = P.init(cfg, jnp.float32, jax.random.key(self.options.seed))
+            params = params.replace(embed=params.embed * 15)
+            small = (2 * cfg.num_layers) ** -0.5
+            outputs = ("w_o", "w_down")
+            params = jax.tree_util.tree_map_with_path(
+                lambda path, x: x * small if path[-1].name in outputs else x, params
+            )
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731
+        return State(params, copy(params), self.tx.init(params), jnp.int32(0), self._zero(params))
+
+    def _zero(self, params: P.Params) -> Total:
+        return Total(jax.tree.map(jnp.zeros_like, params), jnp.zeros((len(TASKS) + 1, 4)), jnp.zeros(2))
+
+    def add(self, params: P.Params, total: Total, batch: Batch) -> Total:
+        """One micro-batch."""
+        loss = functools.partial(loss_sums, cfg=self.cfg, options=self.options, pad_id=self.pad_id)
+        gradients, (counts, extra) = jax.grad(loss, has_aux=True)(params, batch)
+        return Total(jax.tree.map(jnp.add, total.gradients, gradients), total.counts + counts, total.extra + extra)
+
+    def update(self, state: State, lr: jax.Array) -> tuple[State, jax.Array]:
+        """The optimizer step; returns the counts, with the extra losses as one more row."""
+        total = state.total
+        tokens = jnp.maximum(total.counts[:-1, 1].sum(), 1)
+        gradients = jax.tree.map(lambda g: g / tokens, total.gradients)
+        updates, moments = self.tx.update(gradients, state.moments, state.params)
+        params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
+        decay = jnp.minimum(self.options.ema, (1 + state.step) / (10 + state.step))
+        averaged = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.averaged, params)
+        seen = jnp.concatenate([total.counts[:-1], jnp.pad(total.extra, (0, 2))[None]])
+        return State(params, averaged, moments, state.step + 1, self._zero(params)), seen
+
+    def compile(self, state: State) -> None:
+        """Compile everything, in parallel."""
+        shape = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+        half = jax.eval_shape(lambda p: rounded(p, self.cfg), state.params)
+        right = functools.partial(answers_right, cfg=self.cfg)
+
+        def batch(bucket: Bucket) -> Batch:
+            return shape(pad([], [], bucket.rows, bucket.length))
+
+        with ThreadPoolExecutor() as pool:
+            go: Callable[..., Any] = lambda f, *args: pool.submit(lambda: f.lower(*args).compile())  # noqa: E731
+            add = jax.jit(self.add, donate_argnums=1)
+            adds = {b.length: go(add, shape(state.params), shape(state.total), batch(b)) for b in self.buckets}
+            rights = {b.length: go(jax.jit(right), half, batch(b)) for b in self.buckets}
+            update = go(jax.jit(self.update, donate_argnums=0), shape(state), jax.ShapeDtypeStruct((), jnp.float32))
+        self.adds = {length: f.result() for length, f in adds.items()}
+        self.updated = update.result()
+
+    def step(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[State, jax.Array]:
+        total = state.total
+        for batch in batches:
+            total = self.adds[batch.tokens_BT.shape[1]](state.params, total, batch)
+        return self.updated(state.replace(total=total), jnp.float32(lr))
+
+    def learning_rate(self, step: int, done: float) -> float:
+        """`done` is the share of the time that is over."""
+        o = self.options
+        return o.lr * min(1.0, (step + 1) / o.warmup) * min(1.0, max(0.0, 1 - done) / o.decay)
+
+    def accuracy(self, params: P.Params) -> dict[str, list[tuple[Conversation, bool]]]:
+        """Held-out items of each graded task and whether greedy decoding answers them, for the rounded weights."""
+        params = jax.jit(lambda p: rounded(p, self.cfg))(params)
+        items = [(name, c) for name in graded() for c in held_out(name, self.options.items)]
+        encoded = [encode(c) for _, c in items]
+        encoded = [dataclasses.replace(e, spoken_T=e.spoken_T & _from(e)) for e in encoded]
+        places: dict[Bucket, list[int]] = {bucket: [] for bucket in self.buckets}
+        for i, e in enumerate(encoded):
+            fitting = [bucket for bucket in self.buckets if len(e.tokens_T) <= bucket.length]
+            if fitting:  # what is longer than training was counts as wrong
+                places[fitting[0]].append(i)
+        right = np.zeros(len(items), bool)
+        for bucket, indices in places.items():
+            for start in range(0, len(indices), bucket.rows):
+                some = indices[start : start + bucket.rows]
+                batch = pad([encoded[i] for i in some], [0] * len(some), bucket.rows, bucket.length)
+                right[some] = np.asarray(self.rights[bucket.length](params, batch))[: len(some)]
+        found: dict[str, list[tuple[Conversation, bool]]] = {}
+        for (name, conversation), ok in zip(items, right, strict=True):
+            found.setdefault(name, []).append((conversation, bool(ok)))
+        return found
+
+
+def _from(encoded: Any) -> np.ndarray:
+    return np.arange(len(encoded.tokens_T)) >= encoded.answer_start
+
+
+def train(options: Options, log: Callable[[str], None] = print) -> dict[str, float]:
+    """Train for `options.minutes`, write the folder `options.out`, return the accuracy of each task."""
+    began = time.monotonic()
+    trainer = Trainer(options)
+    data = stream(options.seed, options.samples, trainer.buckets, options.workers)
+    state = trainer.initial()
+    log(f"{jax.devices()[0].device_kind}, {P.num_params(state.params) / 1e6:.2f} M parameters, {options}")
+    log(f"buckets {[(b.length, b.rows, b.parts) for b in trainer.buckets]} (length, rows, micro-batches in 8 steps)")
+    trainer.compile(state)
+    log(f"compiled, {time.monotonic() - began:.0f} s since the start")
+
+    start = logged = saved = time.monotonic()
+    window: list[jax.Array] = []
+    tokens = steps = 0
+    waited = 0.0
+    while (done := (time.monotonic() - start) / (options.minutes * 60)) < 1:
+        asked = time.monotonic()
+        batches = next(data)
+        waited += time.monotonic() - asked
+        state, counts = trainer.step(state, batches, trainer.learning_rate(steps, done))
+        window.append(counts)
+        tokens += sum(b.tokens_BT.size for b in batches)
+        steps += 1
+        if len(window) > 2:  # stay at most two steps ahead of the device, or the clock is wrong
+            jax.block_until_ready(window[-3])
+        now = time.monotonic()
+        if now - logged >= (options.log_seconds if steps > 50 else 5):
+            sums = np.sum([np.asarray(c) for c in window], 0)
+            rate = tokens / (now - logged) / 1e6
+            lr = trainer.learning_rate(steps, done)
+            log(
+                _line(
+                    names, sums, f"step {steps} {now - start:.0f} s {rate:.2f} Mtok/s lr {lr:.1e} wait {waited:.1f} s"
+                )
+            )
+            window, tokens, logged, waited = [], 0, now, 0.0
+        if now - saved >= options.save_minutes * 60:
+            export(state.averaged, trainer.hf_config, options.out, "# A checkpoint of a run that goes on\n")
+            saved = time.monotonic()
+    data.close()
+
+    found = trainer.accuracy(state.averaged)
+    export(state.averaged, trainer.hf_config, options.out, card(state.averaged, trainer.hf_config, found))
+    accuracy = {name: sum(ok for _, ok in items) / len(items) for name, items in found.items()}
+    log(f"{steps} steps; accuracy on {options.items} held-out items of each task:")
+    for name, share in accuracy.items():
+        log(f"  {name:24} {share:6.1%}")
+    below = [name for name, share in accuracy.items() if share < 0.95]
+    log(f"below 95 %: {', '.join(below) or 'none'}; written to {options.out}, {time.monotonic() - began:.0f} s in all")
+    return accuracy
+
+
+def _line(head: str, sums: np.ndarray) -> str:
+    """Loss of each token and share of the rows without any mistake, in all and for each task."""
+    *tasks, extra = sums
+    total = np.sum(tasks, 0)
+    mtp, balance = extra[:2] / max(total[1], 1)
+    parts = [f"{head} loss {total[0] / total[1]:.4f} mtp {mtp:.3f} balance {balance:.2f}"]
+    for name, (loss, tokens, right, rows) in zip(TASKS, tasks, strict=True):
+        if rows:
+            parts.append(f"{name} {loss / tokens:.3f}/{100 * right / rows:.0f}")
+    return " | ".join(parts)

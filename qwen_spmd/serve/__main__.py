@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m qwen_spmd.serve: take the port, load the model, serve until a signal, finish what runs.
+
+The port is taken first, so that a busy one is known at once and probes get an answer (503) while the model loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qwen_spmd.serve.args import ServeArgs, parse
+from qwen_spmd.serve.fields import ApiError
+from qwen_spmd.serve.front import Front, stopping
+from qwen_spmd.serve.http import build_app
+from qwen_spmd.serve.middleware import error_response
+from qwen_spmd.serve.model_folder import model_folder
+from qwen_spmd.serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from qwen_spmd.serve.engine import Engine
+
+log = logging.getLogger("qwen_spmd.serve")
+
+FLUSH_S = 5
+"""What answers that are ready have to reach their clients, after the last token."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("qwen_spmd").setLevel(args.log_level.upper())  # libraries only warn
+    try:
+        sock = listen(args)
+    except OSError as error:
+        where = f"socket {args.uds}" if args.uds else f"port {args.port} on {args.host}"
+        print(f"error: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return asyncio.run(serve(args, sock))
+
+
+def listen(args: ServeArgs) -> socket.socket:
+    """A listening socket. OSError if someone else has the address."""
+    if args.uds is None:
+        family, kind, proto, _, address = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    else:
+        address = args.uds
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if Path(address).is_socket() and sock.connect_ex(address) != 0:
+            os.unlink(address)  # what a server that was killed left behind
+    try:
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def load(args: ServeArgs) -> tuple[Engine, Tokenizer]:
+    folder = model_folder(args.model, revision=args.revision, download_dir=args.download_dir)
+    texts = folder
+    if args.tokenizer is not None:
+        texts = model_folder(args.tokenizer, download_dir=args.download_dir, weights=False)
+    tokenizer = Tokenizer.load(texts, chat_template=args.chat_template, generation_config=args.generation_config)
+    from qwen_spmd.serve.engine import Engine, EngineConfig  # jax comes with it, and that takes seconds
+
+    return Engine.load(folder, EngineConfig(**args.engine_options())), tokenizer
+
+
+async def serve(args: ServeArgs, sock: socket.socket) -> int:
+    """From a listening socket to the exit code."""
+    signals = Signals()
+    door = Door()
+    config = uvicorn.Config(
+        door,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        root_path=args.root_path,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        timeout_keep_alive=65,  # above that of the usual proxies and client pools, so that they close first
+        timeout_graceful_shutdown=FLUSH_S,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl's are too
+        print(f"error: --ssl-certfile or --ssl-keyfile cannot be used: {error}", file=sys.stderr)
+        return 1
+    server = Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    stop = asyncio.create_task(signals.first.wait())
+
+    loading = in_thread(lambda: load(args))
+    await asyncio.wait({loading, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if signals.last is not None:
+        print("stopped while loading", file=sys.stderr)
+        leave(128 + signals.last)  # the loading thread cannot be asked to end
+    try:
+        engine, tokenizer = await loading
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        server.should_exit = True
+        await serving
+        return 1
+
+    app = build_app(engine, tokenizer, args)
+    door.app = app
+    print(f"ready: {address(args, sock)}/v1 serves {', '.join(args.model_names)}", flush=True)
+    await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+    await finish(app.state.front, args.shutdown_timeout)
+    server.should_exit = True
+    await serving
+    return 0
+
+
+async def finish(front: Front, timeout: float) -> None:
+    """Take nothing new, let what runs end, and end what does not."""
+    front.draining = True
+    log.info("shutting down: running requests have %g s; a second signal ends them at once", timeout)
+    drained = in_thread(lambda: front.engine.drain(timeout))
+    await asyncio.wait({drained}, timeout=timeout + FLUSH_S)
+    if not drained.done():
+        log.error("the engine did not stop in time")
+    await asyncio.sleep(0)  # the last tokens are on their way to this loop
+    front.fail_all(stopping())
+
+
+class Signals:
+    """SIGINT and SIGTERM: the first asks, the second does not wait."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.last: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._came, number)
+
+    def _came(self, number: int) -> None:
+        if self.last is not None:
+            print("second signal: leaving at once", file=sys.stderr)
+            leave(128 + number)
+        self.last = number
+        self.first.set()
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # they are ours: uvicorn's own would stop before running requests have ended
+
+
+class Door:
+    """The application, once there is one. Until then everybody is asked to come back."""
+
+    app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            return await self.app(scope, receive, send)
+        if scope["path"] in ("/health", "/ready"):
+            response = JSONResponse({"status": "loading", "reason": "the model is being loaded"}, 503)
+        else:
+            response = error_response(ApiError(503, "the model is being loaded", code="loading", retry_after=10))
+        await response(scope, receive, send)
+
+
+def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """Run `work` in a thread that, unlike asyncio's, does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def done(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+            loop.call_soon_threadsafe(done, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def address(args: ServeArgs, sock: socket.socket) -> str:
+    if args.uds is not None:
+        return f"unix:{args.uds}:{args.root_path}"
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if sock.family is socket.AF_INET6 else host)
+    return f"http{'s' if args.ssl_certfile else ''}://{host}:{port}{args.root_path}"
+
+
+def leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
