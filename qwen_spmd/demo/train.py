@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the demo model: the loss, the step, the loop against the clock, exact-match accuracy.
+"""Training of the demo model: the step, the loop against the clock, exact-match accuracy.
 
 Weights and optimizer are float32, the forward pass runs in bfloat16. A step adds up the gradients of micro-batches of
-several lengths. Not here: data (`data`), the optimizer (`optimizer`), files (`export`).
+several lengths. Not here: data (`data`), the loss (`loss`), the optimizer (`optimizer`), files (`export`).
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import struct
 
-from qwen_spmd import checkpoint, model
+from qwen_spmd import checkpoint
 from qwen_spmd import params as P
-from qwen_spmd.config import ModelConfig, from_hf
+from qwen_spmd.config import from_hf
 from qwen_spmd.demo.chat import encode
 from qwen_spmd.demo.conversation import Conversation
 from qwen_spmd.demo.data import LENGTHS, PAD, Batch, Bucket, pad, plan, stream
 from qwen_spmd.demo.evaluate import graded, held_out
 from qwen_spmd.demo.export import card, export, hf_config, rounded
+from qwen_spmd.demo.loss import answers_right, loss_sums
 from qwen_spmd.demo.optimizer import optimizer
 from qwen_spmd.demo.tasks import TASKS
 
@@ -94,57 +94,6 @@ class Total:
     extra: jax.Array
 
 
-def loss_sums(
-    params: P.Params, batch: Batch, cfg: ModelConfig, options: Options, pad_id: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Summed over the tokens to predict: what is minimised, and the parts of `Total`."""
-    params = rounded(params, cfg)
-    tokens, valid = batch.tokens_BT, batch.tokens_BT != pad_id
-    spoken = batch.spoken_BT.astype(jnp.float32)
-    hidden, trace = model.forward_sequences(params, tokens, cfg, remat=options.remat)
-    losses, right = _cross_entropy(params, hidden, tokens, spoken, 1)
-    drafts, draft_routing = model.mtp_sequences(params, hidden, _later(tokens, 1), cfg)
-    mtp, _ = _cross_entropy(params, drafts, tokens, spoken, 2)
-    balance = _imbalance(trace.routing, valid).mean() + _imbalance(draft_routing, valid)
-    minimised = losses.sum() + options.mtp * mtp.sum() + options.balance * balance * spoken.sum()
-    task = jnp.where(batch.task_B < 0, len(TASKS), batch.task_B)
-    per_row = jnp.stack([losses.sum(1), spoken.sum(1), right.all(1), jnp.ones_like(task)], 1).astype(jnp.float32)
-    counts = jnp.zeros((len(TASKS) + 1, 4)).at[task].add(per_row)
-    return minimised, (counts, jnp.stack([mtp.sum(), balance * spoken.sum()]))
-
-
-def _cross_entropy(
-    params: P.Params, hidden: jax.Array, tokens: jax.Array, spoken: jax.Array, ahead: int
-) -> tuple[jax.Array, jax.Array]:
-    """[B, T]: the loss of the spoken tokens `ahead`, zero elsewhere; and whether greedy decoding gets them right."""
-    logits = model.unembed(params, hidden)
-    target, wanted = _later(tokens, ahead), _later(spoken, ahead)
-    loss = optax.losses.softmax_cross_entropy_with_integer_labels(logits, target)
-    return loss * wanted, (jnp.argmax(logits, -1) == target) | (wanted == 0)
-
-
-def _later(x: jax.Array, ahead: int) -> jax.Array:
-    """What stands `ahead` places later; zeros at the end."""
-    return jnp.pad(x[:, ahead:], ((0, 0), (0, ahead)))
-
-
-def _imbalance(routing: Any, valid: jax.Array) -> jax.Array:
-    """By layer, 1 if tokens are spread evenly over the experts and up to E: share of choices times mean probability."""
-    E = routing.logits_TE.shape[-1]
-    weight = valid / jnp.maximum(valid.sum(), 1)
-    chosen = jax.nn.one_hot(routing.experts_TX, E).mean(-2)
-    share = jnp.einsum("...bte,bt->...e", chosen, weight)
-    probability = jnp.einsum("...bte,bt->...e", jax.nn.softmax(routing.logits_TE), weight)
-    return E * (share * probability).sum(-1)
-
-
-def answers_right(params: P.Params, batch: Batch, cfg: ModelConfig) -> jax.Array:
-    """[B]: the reference answer is what greedy decoding gives, as each of its tokens is the most likely one."""
-    hidden, _ = model.forward_sequences(params, batch.tokens_BT, cfg)
-    spoken = batch.spoken_BT.astype(jnp.float32)
-    return _cross_entropy(params, hidden, batch.tokens_BT, spoken, 1)[1].all(1)
-
-
 class Trainer:
     """The jitted functions of one configuration, compiled ahead for all buckets at once."""
 
@@ -180,7 +129,7 @@ class Trainer:
 
     def add(self, params: P.Params, total: Total, batch: Batch) -> Total:
         """One micro-batch."""
-        loss = functools.partial(loss_sums, cfg=self.cfg, options=self.options, pad_id=self.pad_id)
+        loss = functools.partial(loss_sums, cfg=self.cfg, weights=self.options, pad_id=self.pad_id)
         gradients, (counts, extra) = jax.grad(loss, has_aux=True)(params, batch)
         return Total(jax.tree.map(jnp.add, total.gradients, gradients), total.counts + counts, total.extra + extra)
 
@@ -197,21 +146,23 @@ class Trainer:
         return State(params, averaged, moments, state.step + 1, self._zero(params)), seen
 
     def compile(self, state: State) -> None:
-        """Compile everything, in parallel."""
+        """Compile everything, in parallel; what only the evaluation needs is not waited for."""
         shape = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
         half = jax.eval_shape(lambda p: rounded(p, self.cfg), state.params)
         right = functools.partial(answers_right, cfg=self.cfg)
+        pool = ThreadPoolExecutor(os.cpu_count())
+
+        def start(function: Any, *args: Any) -> Future:
+            return pool.submit(lambda: function.lower(*args).compile())
 
         def batch(bucket: Bucket) -> Batch:
             return shape(pad([], [], bucket.rows, bucket.length))
 
-        with ThreadPoolExecutor() as pool:
-            go: Callable[..., Any] = lambda f, *args: pool.submit(lambda: f.lower(*args).compile())  # noqa: E731
-            add = jax.jit(self.add, donate_argnums=1)
-            adds = {b.length: go(add, shape(state.params), shape(state.total), batch(b)) for b in self.buckets}
-            rights = {b.length: go(jax.jit(right), half, batch(b)) for b in self.buckets}
-            update = go(jax.jit(self.update, donate_argnums=0), shape(state), jax.ShapeDtypeStruct((), jnp.float32))
-        self.adds = {length: f.result() for length, f in adds.items()}
+        add = jax.jit(self.add, donate_argnums=1)
+        adds = {b.length: start(add, shape(state.params), shape(state.total), batch(b)) for b in self.buckets}
+        update = start(jax.jit(self.update, donate_argnums=0), shape(state), jax.ShapeDtypeStruct((), jnp.float32))
+        self.rights = {b.length: start(jax.jit(right), half, batch(b)) for b in self.buckets}
+        self.adds = {length: future.result() for length, future in adds.items()}
         self.updated = update.result()
 
     def step(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[State, jax.Array]:
@@ -241,7 +192,7 @@ class Trainer:
             for start in range(0, len(indices), bucket.rows):
                 some = indices[start : start + bucket.rows]
                 batch = pad([encoded[i] for i in some], [0] * len(some), bucket.rows, bucket.length)
-                right[some] = np.asarray(self.rights[bucket.length](params, batch))[: len(some)]
+                right[some] = np.asarray(self.rights[bucket.length].result()(params, batch))[: len(some)]
         found: dict[str, list[tuple[Conversation, bool]]] = {}
         for (name, conversation), ok in zip(items, right, strict=True):
             found.setdefault(name, []).append((conversation, bool(ok)))

@@ -139,8 +139,8 @@ async def finish(front: Front, timeout: float) -> None:
     log.info("shutting down: running requests have %g s; a second signal ends them at once", timeout)
     drained = in_thread(lambda: front.engine.drain(timeout))
     await asyncio.wait({drained}, timeout=timeout + FLUSH_S)
-    if not drained.done():
-        log.error("the engine did not stop in time")
+    if not drained.done() or drained.exception():
+        log.error("the engine did not stop: %s", drained.exception() if drained.done() else "it takes too long")
     await asyncio.sleep(0)  # the last tokens are on their way to this loop
     front.fail_all(stopping())
 

@@ -222,7 +222,8 @@ class Front:
 
     def _deliver(self, outputs: list[Output]) -> None:
         """In the engine's thread: one hop to the event loop per step, however many requests it served."""
-        assert self._loop is not None, "the engine gives out tokens that nobody asked for"
+        if self._loop is None:  # nobody asked for anything yet: an engine that stops has nothing to give out
+            return
         with contextlib.suppress(RuntimeError):  # the loop has closed: the server is gone and nobody listens
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 

@@ -57,7 +57,7 @@ class EngineConfig:
     seed: int = 0
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     hf_overrides: dict[str, Any] | None = None
-    compilation_cache: Path | None = None
+    compilation_cache: Path | None = Path.home() / ".cache" / "qwen_spmd" / "programs"
     progress: bool = True
 
 
