@@ -233,11 +233,8 @@ def train(options: Options, log: Callable[[str], None] = print) -> dict[str, flo
             sums = np.sum([np.asarray(c) for c in window], 0)
             rate = tokens / (now - logged) / 1e6
             lr = trainer.learning_rate(steps, done)
-            log(
-                _line(
-                    names, sums, f"step {steps} {now - start:.0f} s {rate:.2f} Mtok/s lr {lr:.1e} wait {waited:.1f} s"
-                )
-            )
+            head = f"step {steps} {now - start:.0f} s {rate:.2f} Mtok/s lr {lr:.1e} wait {waited:.1f} s"
+            log(_line(head, sums))
             window, tokens, logged, waited = [], 0, now, 0.0
         if now - saved >= options.save_minutes * 60:
             export(state.averaged, trainer.hf_config, options.out, "# A checkpoint of a run that goes on\n")

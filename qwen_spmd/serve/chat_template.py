@@ -28,7 +28,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, named_tokens: Mapping[str, str], control_tokens: Iterable[str]) -> None:
-        env = jinja2.sandbox.SandboxedEnvironment(
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         env.filters["tojson"] = _tojson

@@ -212,6 +212,13 @@ def test_template_variables_are_checked():
         prompt(HELLO, thinking=True)
 
 
+def test_templates_are_read_as_transformers_reads_them():
+    template = "  {% for m in messages %}\n{{ m.content }}\n    {% if m.content == 'b' %}{% break %}{% endif %}\n  {% endfor %}\n"
+    tokenizer = Tokenizer(BACKEND, chat_template=template + "{{ strftime_now('%Y') | length }}{{ unset }}")
+    messages = [{"role": "user", "content": letter} for letter in "abc"]
+    assert tokenizer.render_chat(messages)[0] == "a\nb\n4"
+
+
 def test_templates_are_sandboxed():
     tokenizer = Tokenizer(BACKEND, chat_template="{{ messages.append(1) }}")
     with pytest.raises(ValueError, match="chat template"):
@@ -288,6 +295,11 @@ any_ids = st.one_of(ids_of_anything, ids_of_text)
 @given(any_ids, st.booleans())
 def test_decode_is_the_librarys(ids, skip):
     assert TOKENIZER.decode(ids, skip_special_tokens=skip) == BACKEND.decode(ids, skip_special_tokens=skip)
+
+
+def test_added_tokens_are_written_as_they_are():
+    text = "an added one é"
+    assert TOKENIZER.decode([BACKEND.token_to_id(text)]) == text
 
 
 def cut(data, ids):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 
@@ -405,8 +406,9 @@ def test_save_gives_back_the_files(oracle, tmp_path, name, shard):
         index = json.loads((new / INDEX).read_text())
         assert sorted(set(index["weight_map"].values())) == files and index["weight_map"].keys() == got.keys()
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in got.values())
-        for one in (load_file(new / file) for file in files):
-            assert len(one) == 1 or sum(x.nbytes for x in one.values()) <= shard
+        shards = [[x.nbytes for x in load_file(new / file).values()] for file in files]
+        assert all(len(one) == 1 or sum(one) <= shard for one in shards)
+        assert all(sum(a) + sum(b) > shard for a, b in itertools.pairwise(shards))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_moe"])

@@ -150,6 +150,14 @@ def test_what_does_not_end_in_time_is_told(launch, model):
     assert got[-2] == "data: [DONE]"
 
 
+def test_stop_before_the_first_request(launch, model):
+    process = launch(model(), "--port", 0)
+    process.wait_for("ready:")
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.ends() == 0
+    assert [line for line in process.lines if "ERROR" in line or "Traceback" in line] == []
+
+
 def test_a_second_signal_does_not_wait(launch, model):
     process = launch(model(step_s=0.02), "--port", 0)
     url = process.wait_for("ready:").split()[1]
