@@ -103,8 +103,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class Part:
     """Where `leaf[index]` is on disk: `disk[channels].reshape(split)[at].transpose(axes)` of the tensor `name`.
 
-    `path` names the leaf ("blocks.0.mixer.w_q"); `index` is () when it is not stacked, (layer of the stack,) or (.., expert).
-    `name` begins with "model.", "mtp." or "lm_head.", whatever prefix the files have; `shape` is the tensor's.
+    `path` names the leaf ("blocks.0.mixer.w_q"); `index` is () when it is not stacked, (layer,) or (layer, expert),
+    where layer counts within the stack. `name` begins with "model.", "mtp." or "lm_head.", whatever prefix the files
+    have; `shape` is the tensor's.
     """
 
     name: str
@@ -291,7 +292,7 @@ def load(
     """Params of a Hugging Face folder, placed by `shardings` (a Params of jax shardings) or on the default device.
 
     Leaves that declare a dtype (float32 decays and their norm) keep it whatever `dtype` is. Host memory holds one
-    leaf at a time, of it only the shards of this process.
+    shard of one leaf at a time.
     """
     if not mtp:
         cfg = dataclasses.replace(cfg, mtp=False)
@@ -326,12 +327,16 @@ def load(
     arrays = []
     with ThreadPoolExecutor() as pool, _bar(f"load {folder.name}", P.num_bytes(tree), progress) as bar:
         for path, leaf in leaves.items():
-            shard = functools.cache(functools.partial(read, path))  # replicas of a shard are read once
             if shardings is None:
-                array = jax.device_put(shard((slice(None),) * len(leaf.shape)))
-            else:
-                array = jax.make_array_from_callback(leaf.shape, targets[path], shard)
-            arrays.append(array.block_until_ready())  # or the host would hold the next leaf as well
+                arrays.append(jax.device_put(read(path, (slice(None),) * len(leaf.shape))))
+                continue
+            holders: dict[tuple[slice, ...], list[Any]] = {}
+            for device, window in targets[path].addressable_devices_indices_map(leaf.shape).items():
+                holders.setdefault(window, []).append(device)
+            pieces: list[jax.Array] = []
+            for window, devices in holders.items():  # each shard is read once, and left before the next is read
+                pieces += jax.block_until_ready(jax.device_put([read(path, window)] * len(devices), devices))
+            arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, targets[path], pieces))
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
 
 
@@ -354,8 +359,8 @@ def save(
         raise ValueError(f"{folder}: holds safetensors already, give another folder")
 
     @functools.lru_cache(maxsize=2)  # the two leaves of one tensor, or one layer for all its experts
-    def host(path: str, *period: int) -> np.ndarray:
-        return np.asarray(leaves[path][period])
+    def host(path: str, *layer: int) -> np.ndarray:
+        return np.asarray(leaves[path][layer])
 
     published = parts(cfg, cfg.dtype, lambda prefix: cfg.family == "qwen3_5_moe" and not prefix.startswith("mtp."))
     shards: list[list[tuple[list[Part], np.dtype]]] = [[]]

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from qwen_spmd.serve.args import ServeArgs
 from qwen_spmd.serve.fields import ApiError, bad_request
-from qwen_spmd.serve.front import Front, Generation, stopping
+from qwen_spmd.serve.front import Front, Generation
 from qwen_spmd.serve.metrics import Metrics
 from qwen_spmd.serve.middleware import ApiKeys, RequestId, error_response
 from qwen_spmd.serve.protocol import Ask, Defaults, parse_chat, parse_completion, parse_json
@@ -138,8 +138,6 @@ class _Api:
         return JSONResponse({"version": importlib.metadata.version("qwen-spmd")})
 
     async def _body(self, request: HttpRequest) -> dict[str, Any]:
-        if self.front.draining:
-            raise stopping()
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, f"Content-Type is {kind[:80]!r}, it must be application/json")

@@ -110,15 +110,15 @@ def test_shapes_and_dtypes(oracle, name, dtype):
 def test_query_and_gate_alternate_by_head(oracle, name):
     folder, cfg, _ = oracle(name)
     params, disk, H = load(folder, cfg), read(folder), cfg.head_dim
-    for layer, period in ((3, 0), (7, 1)):
+    for i, layer in enumerate((3, 7)):  # the second run of the pattern
         rows = disk[f"{NESTED}layers.{layer}.self_attn.q_proj.weight"]
-        mixer = params.blocks[3].mixer
+        mixer = params.blocks[1].mixer
         for n in range(cfg.num_heads):
-            np.testing.assert_array_equal(mixer.w_q[period, :, n], rows[2 * n * H : (2 * n + 1) * H].T)
-            np.testing.assert_array_equal(mixer.w_gate[period, :, n], rows[(2 * n + 1) * H : 2 * (n + 1) * H].T)
+            np.testing.assert_array_equal(mixer.w_q[i, :, n], rows[2 * n * H : (2 * n + 1) * H].T)
+            np.testing.assert_array_equal(mixer.w_gate[i, :, n], rows[(2 * n + 1) * H : 2 * (n + 1) * H].T)
         k, o = (disk[f"{NESTED}layers.{layer}.self_attn.{x}_proj.weight"] for x in "ko")
-        np.testing.assert_array_equal(mixer.w_k[period, :, 1], k[H:].T)
-        np.testing.assert_array_equal(mixer.w_o[period, 2], o[:, 2 * H : 3 * H].T)
+        np.testing.assert_array_equal(mixer.w_k[i, :, 1], k[H:].T)
+        np.testing.assert_array_equal(mixer.w_o[i, 2], o[:, 2 * H : 3 * H].T)
 
 
 def test_query_without_gate(oracle):
@@ -135,11 +135,11 @@ def test_channels_are_grouped_by_key_head(oracle, name):
     folder, cfg, _ = oracle(name)
     params, disk, gdn = load(folder, cfg), read(folder), cfg.gated_delta
     J, U, Y, Z = gdn.key_heads, gdn.value_heads, gdn.key_dim, gdn.value_dim
-    for layer in (0, 1, 2, 4, 5, 6):
-        mixer, period = params.blocks[layer % 4].mixer, layer // 4
+    mixer = params.blocks[0].mixer
+    for i, layer in enumerate((0, 1, 2, 4, 5, 6)):  # the first run of the pattern, both periods
         qkv = disk[f"{NESTED}layers.{layer}.linear_attn.in_proj_qkv.weight"]
         conv = disk[f"{NESTED}layers.{layer}.linear_attn.conv1d.weight"]
-        for rows, ours in ((qkv, mixer.w_qkv[period]), (conv[:, 0], mixer.conv[period])):
+        for rows, ours in ((qkv, mixer.w_qkv[i]), (conv[:, 0], mixer.conv[i])):
             q, k, v = np.split(rows, [J * Y, 2 * J * Y])
             groups = []
             for j in range(J):  # the query and the key of a head, then its value heads
@@ -148,9 +148,9 @@ def test_channels_are_grouped_by_key_head(oracle, name):
             np.testing.assert_array_equal(ours, np.concatenate(groups).T)
         z = disk[f"{NESTED}layers.{layer}.linear_attn.in_proj_z.weight"]
         out = disk[f"{NESTED}layers.{layer}.linear_attn.out_proj.weight"]
-        np.testing.assert_array_equal(mixer.w_z[period, :, 3], z[3 * Z : 4 * Z].T)
-        np.testing.assert_array_equal(mixer.w_o[period, 3], out[:, 3 * Z : 4 * Z].T)
-        np.testing.assert_array_equal(mixer.a_log[period], disk[f"{NESTED}layers.{layer}.linear_attn.A_log"])
+        np.testing.assert_array_equal(mixer.w_z[i, :, 3], z[3 * Z : 4 * Z].T)
+        np.testing.assert_array_equal(mixer.w_o[i, 3], out[:, 3 * Z : 4 * Z].T)
+        np.testing.assert_array_equal(mixer.a_log[i], disk[f"{NESTED}layers.{layer}.linear_attn.A_log"])
 
 
 def test_experts_and_mtp(moe):
@@ -158,13 +158,13 @@ def test_experts_and_mtp(moe):
     params = load(write(folder, disk), cfg)
     M, D, e = cfg.moe.width, cfg.hidden_size, 5
     gate_up, down = (disk[f"{NESTED}layers.6.mlp.experts.{x}_proj"] for x in ("gate_up", "down"))
-    ffn = params.blocks[2].ffn
-    np.testing.assert_array_equal(ffn.w_gate[1, e], gate_up[e, :M].T)
-    np.testing.assert_array_equal(ffn.w_up[1, e], gate_up[e, M:].T)
-    np.testing.assert_array_equal(ffn.w_down[1, e], down[e].T)
-    np.testing.assert_array_equal(ffn.w_router[1], disk[f"{NESTED}layers.6.mlp.gate.weight"].T)
-    np.testing.assert_array_equal(ffn.w_shared_gate[1], disk[f"{NESTED}layers.6.mlp.shared_expert_gate.weight"][0])
-    np.testing.assert_array_equal(ffn.shared.w_down[1], disk[f"{NESTED}layers.6.mlp.shared_expert.down_proj.weight"].T)
+    ffn = params.blocks[0].ffn  # of layers 0, 1, 2, 4, 5, 6
+    np.testing.assert_array_equal(ffn.w_gate[5, e], gate_up[e, :M].T)
+    np.testing.assert_array_equal(ffn.w_up[5, e], gate_up[e, M:].T)
+    np.testing.assert_array_equal(ffn.w_down[5, e], down[e].T)
+    np.testing.assert_array_equal(ffn.w_router[5], disk[f"{NESTED}layers.6.mlp.gate.weight"].T)
+    np.testing.assert_array_equal(ffn.w_shared_gate[5], disk[f"{NESTED}layers.6.mlp.shared_expert_gate.weight"][0])
+    np.testing.assert_array_equal(ffn.shared.w_down[5], disk[f"{NESTED}layers.6.mlp.shared_expert.down_proj.weight"].T)
     np.testing.assert_array_equal(params.mtp.w_embedding, disk["mtp.fc.weight"][:, :D].T)
     np.testing.assert_array_equal(params.mtp.w_hidden, disk["mtp.fc.weight"][:, D:].T)
     np.testing.assert_array_equal(params.mtp.norm, disk["mtp.norm.weight"])
@@ -182,12 +182,12 @@ def test_decays_stay_float32(moe, stored):
         disk = {k: v.astype(np.float32) + np.float32(2**-20) if k.endswith(FLOAT32) else v for k, v in disk.items()}
     else:
         disk = {k: v.astype(ml_dtypes.bfloat16) if k.endswith(FLOAT32) else v for k, v in disk.items()}
-    mixer = load(write(folder, disk), cfg, "bfloat16").blocks[1].mixer
+    mixer = load(write(folder, disk), cfg, "bfloat16").blocks[0].mixer
     assert mixer.w_qkv.dtype == jnp.bfloat16
     for ours, theirs in zip((mixer.a_log, mixer.dt_bias, mixer.norm), FLOAT32, strict=True):
         name = next(k for k in disk if k.startswith(f"{NESTED}layers.5.") and k.endswith(theirs))
         assert ours.dtype == jnp.float32
-        np.testing.assert_array_equal(ours[1], disk[name].astype(np.float32))
+        np.testing.assert_array_equal(ours[4], disk[name].astype(np.float32))
 
 
 def test_float16_files(oracle, tmp_path):

@@ -418,6 +418,32 @@ def test_dense_layers_among_sparse(dense, step, pattern):
     assert ("F" in cfg.dims()) == ("mlp" in kinds) and ("E" in cfg.dims()) == ("moe" in kinds)
 
 
+@pytest.mark.parametrize(
+    ("hf", "runs"),
+    [
+        (qwen3(), [("attention", "moe", 0, 1)]),
+        (qwen3_5(), [("gated_delta", "moe", 0, 3), ("attention", "moe", 3, 1)]),
+        (qwen3() | {"decoder_sparse_step": 3}, [("attention", "mlp", 0, 2), ("attention", "moe", 2, 1)]),
+        (
+            qwen3() | {"mlp_only_layers": [47], "num_hidden_layers": 48},
+            [("attention", "moe", 0, 47), ("attention", "mlp", 47, 1)],
+        ),
+    ],
+)
+def test_runs_and_places(hf, runs):
+    """Each layer has one place: the run of its kind, and behind the layers of that run before it."""
+    cfg = from_hf(hf)
+    assert [dataclasses.astuple(run) for run in cfg.runs] == runs
+    stacks = [[] for _ in runs]
+    for layer in range(cfg.num_layers):
+        run, i = cfg.place(layer)
+        assert i == len(stacks[run])
+        assert cfg.pattern[layer % len(cfg.pattern)] == (cfg.runs[run].mixer, cfg.runs[run].ffn)
+        stacks[run].append(layer)
+    assert [len(stack) for stack in stacks] == [cfg.periods * run.count for run in cfg.runs]
+    assert cfg.count("attention") + cfg.count("gated_delta") == cfg.num_layers
+
+
 def test_unknown_fields_are_ignored():
     hf = qwen3_5()
     want = from_hf(hf)
