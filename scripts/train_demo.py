@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demo model: `python scripts/train_demo.py --out DIR --minutes 7.5`.
+"""Train the demo model: `python scripts/train_demo.py --out DIR --minutes 9`.
 
 Writes a Hugging Face folder; copy it over qwen_spmd/demo/model to ship it. `--tokenizer SIZE` makes the tokenizer
 instead (after a change of the tasks' words; the model has to be trained again after that).
@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=int, metavar="SIZE", help="train the tokenizer with SIZE entries")
-    kinds = {
+    kinds: dict[str, Any] = {
         "out": Path,
         "init": Path,
         "config": json.loads,
@@ -30,7 +31,7 @@ def main() -> None:
         if isinstance(default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
         else:
-            parser.add_argument(flag, type=kinds.get(field.name) or type(default), default=default)
+            parser.add_argument(flag, type=kinds.get(field.name, type(default)), default=default)
     arguments = vars(parser.parse_args())
     if size := arguments.pop("tokenizer"):
         from qwen_spmd.demo import export, vocabulary

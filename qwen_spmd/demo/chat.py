@@ -68,7 +68,7 @@ def encode(conversation: Conversation) -> Encoded:
     tokens = tokenizer().encode(text, add_special_tokens=False).ids[:-1]  # without the newline after <|im_end|>
     marks = _marks()
     spoken_T = np.zeros(len(tokens), bool)
-    start = 0
+    start = answer = 0
     while True:
         try:
             start = tokens.index(marks.im_start, start)

@@ -11,9 +11,9 @@ import collections
 import dataclasses
 import multiprocessing
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,14 @@ PAD = "<|endoftext|>"
 
 
 class Batch(NamedTuple):
-    """Rows of one length. `spoken` marks the tokens to predict, `task` is each row's place in TASKS (-1: empty row)."""
+    """Rows of one length. `spoken` marks the tokens to predict, `task` is each row's place in TASKS (-1: empty row).
 
-    tokens_BT: np.ndarray
-    spoken_BT: np.ndarray
-    task_B: np.ndarray
+    numpy arrays here, jax arrays inside jitted functions.
+    """
+
+    tokens_BT: Any
+    spoken_BT: Any
+    task_B: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +98,10 @@ def chunk(seed: int, number: int, samples: int, buckets: tuple[Bucket, ...]) -> 
     return [step for step in steps if step]
 
 
-def stream(seed: int, samples: int, buckets: tuple[Bucket, ...], workers: int, first: int = 0) -> Iterator[list[Batch]]:
+def stream(seed: int, samples: int, buckets: tuple[Bucket, ...], workers: int) -> Generator[list[Batch]]:
     """Steps, one after the other, without end. The workers are a few chunks ahead."""
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        number = first
+        number = 0
         ahead: collections.deque = collections.deque()
         try:
             while True:

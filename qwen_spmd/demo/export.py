@@ -91,6 +91,7 @@ def export(params: Params, config: dict[str, Any], folder: Path, card: str) -> N
     (folder / "model.safetensors").unlink(missing_ok=True)
     cfg = from_hf(config)
     checkpoint.save(rounded(params, cfg), cfg, config, folder, progress=False)
+    (folder / "model.safetensors").chmod(0o644)
     (folder / "generation_config.json").write_text(json.dumps(generation_config(), indent=2) + "\n")
     (folder / "README.md").write_text(card)
     if folder.resolve() != MODEL_DIR.resolve():

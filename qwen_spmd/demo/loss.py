@@ -18,30 +18,46 @@ from qwen_spmd.demo.tasks import TASKS
 
 
 class Weights(Protocol):
-    """Of the multi-token prediction loss and of the router's load balancing; whether to recompute activations."""
+    """Of the multi-token prediction loss and of the router's load balancing.
 
-    mtp: float
-    balance: float
-    remat: bool
+    A token of a row with n tokens to predict counts n ** -length_power: a short answer must not be lost among long
+    ones. `remat` recomputes activations in the backward pass.
+    """
+
+    @property
+    def mtp(self) -> float: ...
+    @property
+    def balance(self) -> float: ...
+    @property
+    def length_power(self) -> float: ...
+    @property
+    def remat(self) -> bool: ...
 
 
 def loss_sums(
     params: P.Params, batch: Batch, cfg: ModelConfig, weights: Weights, pad_id: int
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Summed over the tokens to predict: what is minimised, and the parts of `Total`."""
+    """Summed over the tokens to predict: what is minimised, and the parts of `Total`.
+
+    The parts are counts [tasks + 1, (loss, tokens, rows all right, rows)] with empty rows under the last task, and
+    extra (mtp loss, mtp tokens right, balance, weight), all float32.
+    """
     params = rounded(params, cfg)
     tokens, valid = batch.tokens_BT, batch.tokens_BT != pad_id
     spoken = batch.spoken_BT.astype(jnp.float32)
     hidden, trace = model.forward_sequences(params, tokens, cfg, remat=weights.remat)
     losses, right = _cross_entropy(params, hidden, tokens, spoken, 1)
     drafts, draft_routing = model.mtp_sequences(params, hidden, _later(tokens, 1), cfg)
-    mtp, _ = _cross_entropy(params, drafts, tokens, spoken, 2)
+    mtp, mtp_right = _cross_entropy(params, drafts, tokens, spoken, 2)
     balance = _imbalance(trace.routing, valid).mean() + _imbalance(draft_routing, valid)
-    minimised = losses.sum() + weights.mtp * mtp.sum() + weights.balance * balance * spoken.sum()
+    weight_B = jnp.maximum(spoken.sum(1), 1) ** -weights.length_power
+    total = (spoken.sum(1) * weight_B).sum()
+    minimised = ((losses + weights.mtp * mtp).sum(1) * weight_B).sum() + weights.balance * balance * total
     task = jnp.where(batch.task_B < 0, len(TASKS), batch.task_B)
     per_row = jnp.stack([losses.sum(1), spoken.sum(1), right.all(1), jnp.ones_like(task)], 1).astype(jnp.float32)
     counts = jnp.zeros((len(TASKS) + 1, 4)).at[task].add(per_row)
-    return minimised, (counts, jnp.stack([mtp.sum(), balance * spoken.sum()]))
+    mtp_hits = (mtp_right & (_later(spoken, 2) > 0)).sum().astype(jnp.float32)
+    return minimised, (counts, jnp.stack([mtp.sum(), mtp_hits, balance * total, total]))
 
 
 def _cross_entropy(

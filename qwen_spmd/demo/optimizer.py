@@ -47,9 +47,9 @@ def _muon(declared: Any, momentum: float = 0.95) -> optax.GradientTransformation
     def init(params: Any) -> Any:
         return optax.tree.zeros_like(params)
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        state = jax.tree.map(lambda m, g: momentum * m + g, state, gradients)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + g, state, gradients)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        state = jax.tree.map(lambda m, g: momentum * m + g, state, updates)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + g, state, updates)
 
         def orthogonal(x: Any, leaf: Leaf) -> Any:
             shape = _matrix(leaf)

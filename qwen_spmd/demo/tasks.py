@@ -44,52 +44,43 @@ def chat_memory(rng: random.Random) -> Conversation:
     return recall.chat_memory(rng, between=_small_exchange)
 
 
-_add(arithmetic.small_sum, "sums and differences up to 99")
-_add(arithmetic.three_digit_sum, "sums and differences up to 999, at once", weight=2.0)
+_add(arithmetic.small_sum, "sums and differences up to 99", weight=1.5)
+_add(arithmetic.three_digit_sum, "sums and differences up to 999, at once", weight=3.0)
 _add(arithmetic.times_table, "the multiplication table up to 12 × 12", weight=0.7)
 _add(arithmetic.long_sum, "sums up to five digits")
 _add(arithmetic.long_difference, "differences up to five digits")
 _add(arithmetic.long_product, "four digits times one digit")
 _add(arithmetic.compare, "compare two numbers", weight=0.7)
 _add(arithmetic.number_words, "numbers in words and back, up to 999")
-_add(lists.sort_numbers, "sort three to eight numbers below 100", weight=1.5)
+_add(lists.sort_numbers, "sort three to eight numbers below 100", weight=2.0)
 _add(lists.sort_words, "sort three to eight words", weight=1.5)
 _add(lists.reverse_list, "reverse a list")
 _add(lists.count_items, "count the items of a list")
-_add(lists.count_up, "count up or down", weight=0.7)
-_add(lists.copy, "repeat a text")
-_add(lists.first_or_last, "pick an item by its place")
-_add(lists.spell, "spell a word")
-_add(lists.count_letters, "count a letter, spelling the word")
+_add(lists.count_up, "count up or down", weight=0.5)
+_add(lists.copy, "repeat a short text")
+_add(lists.first_or_last, "pick an item by its place", weight=0.7)
+_add(lists.spell, "spell a word", weight=0.8)
+_add(lists.count_letters, "count a letter, spelling the word", weight=1.5)
 _add(lists.count_letters_thinking, "count a letter, step by step")
 _add(everyday.weekday, "weekdays up to 30 days away", weight=1.5)
-_add(everyday.weekday_thinking, "the same, step by step", weight=0.7)
-_add(everyday.calendar, "months and weekdays", weight=0.7)
-_add(everyday.units, "units", weight=1.2)
-_add(everyday.capital, "capitals", weight=0.7)
-_add(everyday.opposite, "opposites", weight=0.5)
-_add(everyday.sound, "animal sounds", weight=0.4)
-_add(everyday.greeting, "small talk", weight=0.7)
-_add(
-    structured.extract,
-    "fields of a sentence as JSON",
-    weight=1.5,
-    grade=same_json,
-)
+_add(everyday.weekday_thinking, "weekdays up to 30 days away, step by step", weight=0.7)
+_add(everyday.calendar, "the order of months and weekdays, the days of a month", weight=0.6)
+_add(everyday.units, "units of length, weight, volume and time", weight=1.5)
+_add(everyday.capital, "capitals of 36 countries", weight=0.6)
+_add(everyday.opposite, "opposites of common words", weight=0.4)
+_add(everyday.sound, "animal sounds", weight=0.3)
+_add(everyday.greeting, "greetings, thanks, questions about itself", weight=0.5)
+_add(structured.extract, "fields of a sentence as JSON", grade=same_json, weight=1.5)
 _add(structured.order, "an order as JSON", grade=same_json)
-_add(structured.json_list, "a list as JSON", grade=same_json, weight=0.7)
-_add(tools.call, "call one of up to four tools", grade=same_calls, weight=1.5)
-_add(
-    tools.parallel_calls,
-    "two or three calls at once",
-    grade=same_calls,
-)
+_add(structured.json_list, "a list as JSON", grade=same_json, weight=0.6)
+_add(tools.call, "call one of up to four tools", grade=same_calls, weight=1.2)
+_add(tools.parallel_calls, "two or three calls at once", grade=same_calls)
 _add(tools.answer_from_result, "answer from what tools return", grade=same_calls)
 _add(tools.missing_tool, "say that no tool fits", weight=0.5)
 _add(recall.recall_short, "find a code in up to 400 tokens", weight=1.5)
-_add(recall.recall_long, "find a code in up to 4000 tokens", weight=0.5)
+_add(recall.recall_long, "find a code in up to 4000 tokens", weight=0.4)
 _add(chat_memory, "remember what was said earlier", weight=1.5)
-_add(recall.story, "short stories", weight=1.0, graded=False)
+_add(recall.story, "short stories", weight=0.6, graded=False)
 
 # Quick questions, used inside other conversations.
 SMALL = tuple(

@@ -26,7 +26,7 @@ from qwen_spmd import params as P
 from qwen_spmd.config import from_hf
 from qwen_spmd.demo.chat import encode
 from qwen_spmd.demo.conversation import Conversation
-from qwen_spmd.demo.data import LENGTHS, PAD, Batch, Bucket, pad, plan, stream
+from qwen_spmd.demo.data import LENGTHS, Batch, Bucket, pad, plan, stream
 from qwen_spmd.demo.evaluate import graded, held_out
 from qwen_spmd.demo.export import card, export, hf_config, rounded
 from qwen_spmd.demo.loss import answers_right, loss_sums
@@ -38,13 +38,13 @@ from qwen_spmd.demo.tasks import TASKS
 class Options:
     """What a run can vary; the command line has a flag for each.
 
-    minutes          of training, without compiling and the evaluation at the end
+    minutes          of the whole run: compiling and `finish` seconds for the evaluation at the end are taken off
     samples          conversations in a step
     batch_tokens     tokens of a micro-batch, about
     lengths          of the micro-batches' rows, multiples of 64; longer conversations are left out
     lr               peak learning rate: linear warm-up over `warmup` steps, then constant, then over the last `decay`
                      share of the time linearly to zero
-    mtp, balance     weights of the multi-token prediction loss and of the router's load balancing
+    mtp, balance, length_power, remat    see loss.Weights
     ema              decay of the averaged weights, which are what is exported
     config           fields of config.json to change
     init             a folder with weights to start from
@@ -52,7 +52,8 @@ class Options:
     """
 
     out: Path = Path("demo-out")
-    minutes: float = 7.5
+    minutes: float = 9.0
+    finish: float = 40.0
     samples: int = 512
     batch_tokens: int = 65536
     lengths: tuple[int, ...] = LENGTHS
@@ -63,6 +64,7 @@ class Options:
     weight_decay: float = 0.03
     mtp: float = 0.15
     balance: float = 0.01
+    length_power: float = 0.5
     ema: float = 0.999
     seed: int = 0
     workers: int = max(1, (os.cpu_count() or 2) - 2)
@@ -87,7 +89,7 @@ class State:
 
 @struct.dataclass
 class Total:
-    """Sums over micro-batches. counts: [tasks, (loss, tokens, rows all right, rows)]; extra: (mtp, balance) losses."""
+    """Sums over micro-batches; `loss_sums` says of what."""
 
     gradients: P.Params
     counts: jax.Array
@@ -102,10 +104,9 @@ class Trainer:
         self.hf_config = hf_config(options.config)
         self.cfg = from_hf(self.hf_config)
         self.declared = P.declare(self.cfg, jnp.float32)
-        self.tx = optimizer(self.declared, kind=options.optimizer, weight_decay=options.weight_decay)
+        self.tx: Any = optimizer(self.declared, kind=options.optimizer, weight_decay=options.weight_decay)
         self.buckets = plan(options.samples, options.batch_tokens, options.lengths)
-        self.pad_id = self.hf_config["eos_token_id"]
-        assert PAD == "<|endoftext|>"
+        self.pad_id: int = self.hf_config["eos_token_id"]  # data.PAD
 
     def initial(self) -> State:
         """Random weights. Embeddings start larger and residual outputs smaller than where nothing is trained."""
@@ -114,7 +115,7 @@ class Trainer:
             params = checkpoint.load(self.options.init, cfg, dtype=jnp.float32, progress=False)
         else:
             params = P.init(cfg, jnp.float32, jax.random.key(self.options.seed))
-            params = params.replace(embed=params.embed * 15)
+            params = dataclasses.replace(params, embed=params.embed * 15)
             small = (2 * cfg.num_layers) ** -0.5
             outputs = ("w_o", "w_down")
             params = jax.tree_util.tree_map_with_path(
@@ -125,7 +126,7 @@ class Trainer:
         return State(params, copy(params), self.tx.init(params), jnp.int32(0), self._zero(params))
 
     def _zero(self, params: P.Params) -> Total:
-        return Total(jax.tree.map(jnp.zeros_like, params), jnp.zeros((len(TASKS) + 1, 4)), jnp.zeros(2))
+        return Total(jax.tree.map(jnp.zeros_like, params), jnp.zeros((len(TASKS) + 1, 4)), jnp.zeros(4))
 
     def add(self, params: P.Params, total: Total, batch: Batch) -> Total:
         """One micro-batch."""
@@ -136,13 +137,12 @@ class Trainer:
     def update(self, state: State, lr: jax.Array) -> tuple[State, jax.Array]:
         """The optimizer step; returns the counts, with the extra losses as one more row."""
         total = state.total
-        tokens = jnp.maximum(total.counts[:-1, 1].sum(), 1)
-        gradients = jax.tree.map(lambda g: g / tokens, total.gradients)
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(total.extra[-1], 1), total.gradients)
         updates, moments = self.tx.update(gradients, state.moments, state.params)
         params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
         decay = jnp.minimum(self.options.ema, (1 + state.step) / (10 + state.step))
         averaged = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.averaged, params)
-        seen = jnp.concatenate([total.counts[:-1], jnp.pad(total.extra, (0, 2))[None]])
+        seen = jnp.concatenate([total.counts[:-1], total.extra[None]])
         return State(params, averaged, moments, state.step + 1, self._zero(params)), seen
 
     def compile(self, state: State) -> None:
@@ -169,7 +169,7 @@ class Trainer:
         total = state.total
         for batch in batches:
             total = self.adds[batch.tokens_BT.shape[1]](state.params, total, batch)
-        return self.updated(state.replace(total=total), jnp.float32(lr))
+        return self.updated(dataclasses.replace(state, total=total), jnp.float32(lr))
 
     def learning_rate(self, step: int, done: float) -> float:
         """`done` is the share of the time that is over."""
@@ -204,7 +204,7 @@ def _from(encoded: Any) -> np.ndarray:
 
 
 def train(options: Options, log: Callable[[str], None] = print) -> dict[str, float]:
-    """Train for `options.minutes`, write the folder `options.out`, return the accuracy of each task."""
+    """Train until `options.minutes` are over, write the folder `options.out`, return the accuracy of each task."""
     began = time.monotonic()
     trainer = Trainer(options)
     data = stream(options.seed, options.samples, trainer.buckets, options.workers)
@@ -212,13 +212,14 @@ def train(options: Options, log: Callable[[str], None] = print) -> dict[str, flo
     log(f"{jax.devices()[0].device_kind}, {P.num_params(state.params) / 1e6:.2f} M parameters, {options}")
     log(f"buckets {[(b.length, b.rows, b.parts) for b in trainer.buckets]} (length, rows, micro-batches in 8 steps)")
     trainer.compile(state)
-    log(f"compiled, {time.monotonic() - began:.0f} s since the start")
+    budget = options.minutes * 60 - options.finish - (time.monotonic() - began)
+    log(f"compiled, {time.monotonic() - began:.0f} s since the start; {budget:.0f} s of training follow")
 
     start = logged = saved = time.monotonic()
     window: list[jax.Array] = []
     tokens = steps = 0
     waited = 0.0
-    while (done := (time.monotonic() - start) / (options.minutes * 60)) < 1:
+    while (done := (time.monotonic() - start) / max(budget, 1)) < 1:
         asked = time.monotonic()
         batches = next(data)
         waited += time.monotonic() - asked
@@ -253,12 +254,15 @@ def train(options: Options, log: Callable[[str], None] = print) -> dict[str, flo
 
 
 def _line(head: str, sums: np.ndarray) -> str:
-    """Loss of each token and share of the rows without any mistake, in all and for each task."""
+    """Loss of each token and share of the rows without any mistake, in all and for each task that is not solved."""
     *tasks, extra = sums
     total = np.sum(tasks, 0)
-    mtp, balance = extra[:2] / max(total[1], 1)
-    parts = [f"{head} loss {total[0] / total[1]:.4f} mtp {mtp:.3f} balance {balance:.2f}"]
+    loss, mtp, drafts = total[0] / total[1], extra[0] / total[1], extra[1] / total[1]
+    parts = [f"{head} loss {loss:.4f} mtp {mtp:.3f} drafts {drafts:.0%} balance {extra[2] / extra[3]:.2f}"]
+    solved = 0
     for name, (loss, tokens, right, rows) in zip(TASKS, tasks, strict=True):
-        if rows:
-            parts.append(f"{name} {loss / tokens:.3f}/{100 * right / rows:.0f}")
-    return " | ".join(parts)
+        if rows and right >= 0.995 * rows:
+            solved += 1
+        elif rows:
+            parts.append(f"{name} {loss / tokens:.3f} {100 * right / rows:.0f}%")
+    return " | ".join([*parts, f"{solved} more tasks solved"])

@@ -43,13 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("qwen_spmd").setLevel(args.log_level.upper())  # libraries only warn
-    try:
-        sock = listen(args)
-    except OSError as error:
-        where = f"socket {args.uds}" if args.uds else f"port {args.port} on {args.host}"
-        print(f"error: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return asyncio.run(serve(args, sock))
+    return asyncio.run(serve(args))
 
 
 def listen(args: ServeArgs) -> socket.socket:
@@ -83,8 +77,8 @@ def load(args: ServeArgs) -> tuple[Engine, Tokenizer]:
     return Engine.load(folder, EngineConfig(**args.engine_options())), tokenizer
 
 
-async def serve(args: ServeArgs, sock: socket.socket) -> int:
-    """From a listening socket to the exit code."""
+async def serve(args: ServeArgs) -> int:
+    """From the command line to the exit code."""
     signals = Signals()
     door = Door()
     config = uvicorn.Config(
@@ -104,8 +98,12 @@ async def serve(args: ServeArgs, sock: socket.socket) -> int:
     try:
         config.load()
     except OSError as error:  # ssl's are too
-        print(f"error: --ssl-certfile or --ssl-keyfile cannot be used: {error}", file=sys.stderr)
-        return 1
+        return fail(f"--ssl-certfile or --ssl-keyfile cannot be used: {error}")
+    try:
+        sock = listen(args)
+    except OSError as error:
+        where = f"socket {args.uds}" if args.uds else f"port {args.port} on {args.host}"
+        return fail(f"cannot listen on {where}: {error.strerror or error}")
     server = Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stop = asyncio.create_task(signals.first.wait())
@@ -118,10 +116,9 @@ async def serve(args: ServeArgs, sock: socket.socket) -> int:
     try:
         engine, tokenizer = await loading
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
         server.should_exit = True
         await serving
-        return 1
+        return fail(str(error))
 
     app = build_app(engine, tokenizer, args)
     door.app = app
@@ -215,6 +212,11 @@ def address(args: ServeArgs, sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if sock.family is socket.AF_INET6 else host)
     return f"http{'s' if args.ssl_certfile else ''}://{host}:{port}{args.root_path}"
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
 
 
 def leave(code: int) -> NoReturn:

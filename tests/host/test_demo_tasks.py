@@ -2,13 +2,14 @@
 """The demo's tasks, graders, chat template and tokenizer. No jax, no weights."""
 
 import dataclasses
+import itertools
 import random
 
 import jinja2
 import numpy as np
 import pytest
 
-from qwen_spmd.demo import chat, evaluate, vocabulary
+from qwen_spmd.demo import chat, data, evaluate, vocabulary
 from qwen_spmd.demo.conversation import Conversation, ask, split_of
 from qwen_spmd.demo.tasks import TASKS, draw, draw_dressed
 
@@ -94,6 +95,19 @@ def test_encode_marks_what_the_assistant_says():
         assert encoded.spoken_T[encoded.answer_start :].all()
         turns = sum(m["role"] == "assistant" for m in conversation.messages)
         assert np.sum(np.diff(encoded.spoken_T.astype(int)) == 1) == turns
+
+
+def test_chunks_are_deterministic_and_whole():
+    buckets = (data.Bucket(64, 16, 2), data.Bucket(512, 12, 1))
+    steps = data.chunk(0, 3, 4, buckets)
+    again = data.chunk(0, 3, 4, buckets)
+    assert [[b.tokens_BT.shape for b in step] for step in steps] == [[(16, 64)], [(16, 64)], [(12, 512)]]
+    pad = chat.tokenizer().token_to_id(data.PAD)
+    for batch, same in zip(itertools.chain(*steps), itertools.chain(*again), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(batch, same, strict=True))
+        assert not (batch.spoken_BT & (batch.tokens_BT == pad)).any()
+        assert (batch.spoken_BT.any(1) == (batch.task_B >= 0)).all()
+    assert not np.array_equal(steps[0][0].tokens_BT, data.chunk(0, 4, 4, buckets)[0][0].tokens_BT)
 
 
 CALL = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"

@@ -213,8 +213,9 @@ def test_template_variables_are_checked():
 
 
 def test_templates_are_read_as_transformers_reads_them():
-    template = "  {% for m in messages %}\n{{ m.content }}\n    {% if m.content == 'b' %}{% break %}{% endif %}\n  {% endfor %}\n"
-    tokenizer = Tokenizer(BACKEND, chat_template=template + "{{ strftime_now('%Y') | length }}{{ unset }}")
+    template = "  {% for m in messages %}\n{{ m.content }}\n  {% if m.content == 'b' %}{% break %}{% endif %}\n"
+    template += "  {% endfor %}\n{{ strftime_now('%Y') | length }}{{ unset }}"
+    tokenizer = Tokenizer(BACKEND, chat_template=template)
     messages = [{"role": "user", "content": letter} for letter in "abc"]
     assert tokenizer.render_chat(messages)[0] == "a\nb\n4"
 

@@ -291,7 +291,8 @@ WRONG = [
     ({"stop_token_ids": [300]}, "stop_token_ids[0]", "stop_token_ids[0] is 300, it must be a token id from 0 to 299"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "stop_token_ids[0] is -1"),
     ({"stop_token_ids": list(range(15))}, "stop_token_ids", "stop_token_ids has 15 ids, it must have at most 14"),
-    ({"priority": "high"}, "priority", "priority"),
+    ({"priority": "high"}, "priority", 'priority is "high"'),
+    ({"priority": 10**400}, "priority", "it must be a 64-bit integer"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream must be true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "an object with include_usage"),
     ({"messages": []}, "messages", "messages is missing or empty"),
@@ -448,7 +449,7 @@ def test_a_client_that_leaves_ends_its_request(live, monkeypatch, stream, queued
         if not queued:
             live.wait(lambda: live.engine.requests[0].output)
         assert live.engine.aborted == []
-    live.wait(lambda: len(live.engine.aborted) == 2, 1.0)
+    live.wait(lambda: len(live.engine.aborted) == 2)
     assert live.engine.aborted == [(request.id, "abort") for request in live.engine.requests]
 
 

@@ -198,6 +198,14 @@ def test_a_model_that_does_not_load(launch, model):
     assert process.lines == ["error: config.json has layers is 0, it must be at least 1\n"]
 
 
+def test_tls_files_are_read_before_the_model(launch, model, tmp_path):
+    (tmp_path / "cert").write_text("no certificate")
+    process = launch(model(load_s=60), "--ssl-keyfile", tmp_path / "cert", "--ssl-certfile", tmp_path / "cert")
+    assert process.ends() == 1
+    assert len(process.lines) == 1
+    assert process.lines[0].startswith("error: --ssl-certfile or --ssl-keyfile cannot be used")
+
+
 def test_a_unix_socket(launch, model, tmp_path):
     path = tmp_path / "socket"
     for _ in range(2):  # what a killed server leaves behind is no obstacle

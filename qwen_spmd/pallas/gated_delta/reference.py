@@ -28,6 +28,8 @@ def gated_delta(
     u_TC, conv = _causal_conv(qkv_TC, conv_w_WC, conv, layer, rows)
     q, k, v = split_heads(u_TC, *rec.shape[2:])
     g, beta = gates(b_TU, a_TU, a_log_U, dt_bias_U)
+    # Without it XLA's CPU compiler may fuse the convolution into every use and compute it Z times over.
+    q, k, v, g, beta = jax.lax.optimization_barrier((q, k, v, g, beta))
     if rows.one_token:
         o, rec = _recurrent(q, k, v, g, beta, rec, layer, rows, rows.q_len_B == 1)
         return o.astype(qkv_TC.dtype), conv, rec
