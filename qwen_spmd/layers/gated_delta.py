@@ -11,7 +11,7 @@ from qwen_spmd.layers.linear import einsum
 from qwen_spmd.layers.norm import gated_rms_norm
 from qwen_spmd.pallas import Impl
 from qwen_spmd.pallas.gated_delta import gated_delta as core
-from qwen_spmd.pallas.gated_delta import reference
+from qwen_spmd.pallas.gated_delta.sequences import sequences
 from qwen_spmd.params import GatedDelta
 from qwen_spmd.state import Ragged
 
@@ -36,8 +36,8 @@ def gated_delta(
 def gated_delta_sequences(p: GatedDelta, l: jax.Array, x_BTD: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """The same over whole sequences, differentiable."""
     assert cfg.gated_delta is not None
-    sizes = (*p.w_z.shape[2:3], cfg.gated_delta.key_dim, *p.w_z.shape[3:])
-    o = reference.sequences(*_project(p, l, x_BTD), p.conv[l], p.a_log[l], p.dt_bias[l], sizes)
+    sizes = cfg.gated_delta.key_dim, cfg.gated_delta.value_dim
+    o = sequences(*_project(p, l, x_BTD), p.conv[l], p.a_log[l], p.dt_bias[l], *sizes)
     return _output(p, l, x_BTD, o, cfg)
 
 

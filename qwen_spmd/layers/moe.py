@@ -54,7 +54,7 @@ def moe_sequences(p: Moe, l: jax.Array, x_BTD: jax.Array, *, cfg: MoeConfig) -> 
     """The same for training, differentiable: every expert sees every row, the gates choose."""
     routing = route(p, l, x_BTD, cfg)
     one_hot = jax.nn.one_hot(routing.experts_TX, cfg.num_experts, dtype=jnp.float32)
-    gates_BTE = jnp.einsum("btxe,btx->bte", one_hot, routing.gates_TX).astype(x_BTD.dtype)
+    gates_BTE = jnp.sum(one_hot * routing.gates_TX[..., None], -2).astype(x_BTD.dtype)
     h = jax.nn.silu(einsum("btd,edm->btem", x_BTD, p.w_gate[l])) * einsum("btd,edm->btem", x_BTD, p.w_up[l])
     y = einsum("btem,emd->btd", h * gates_BTE[..., None], p.w_down[l])
     return y + _shared(p, l, x_BTD).astype(y.dtype), routing

@@ -28,16 +28,11 @@ def gated_delta(
     u_TC, conv = _causal_conv(qkv_TC, conv_w_WC, conv, layer, rows)
     q, k, v = split_heads(u_TC, *rec.shape[2:])
     g, beta = gates(b_TU, a_TU, a_log_U, dt_bias_U)
-    # Without it XLA's CPU compiler may fuse the convolution into every use and compute it Z times over.
+    # Without it XLA's CPU compiler may fuse what leads here into every use and compute it many times over.
     q, k, v, g, beta = jax.lax.optimization_barrier((q, k, v, g, beta))
-    if rows.one_token:
-        o, rec = _recurrent(q, k, v, g, beta, rec, layer, rows, rows.q_len_B == 1)
-        return o.astype(qkv_TC.dtype), conv, rec
-    single_B = rows.q_len_B == 1
-    row_B = rows.q_start_B[:-1]
-    o_BUZ, rec = _recurrent(q[row_B], k[row_B], v[row_B], g[row_B], beta[row_B], rec, layer, rows, single_B)
-    o_TUZ = jnp.where((single_B[rows.seq_T] & rows.valid_T)[:, None, None], o_BUZ[rows.seq_T], 0)
-    o_TUZ, rec = _chunked(q, k, v, g, beta, o_TUZ, rec, layer, rows)
+    o_TUZ, rec = _recurrent(q, k, v, g, beta, rec, layer, rows)
+    if not rows.one_token:
+        o_TUZ, rec = _chunked(q, k, v, g, beta, o_TUZ, rec, layer, rows)
     return o_TUZ.astype(qkv_TC.dtype), conv, rec
 
 
@@ -52,9 +47,8 @@ def sequences(
 ) -> jax.Array:
     """The same for whole sequences without slots; differentiable. T must be a multiple of CHUNK. Returns o_BTUZ."""
     (B, T, _), (U, Y, Z), W = qkv_BTC.shape, sizes, conv_w_WC.shape[0]
-    x = jnp.pad(qkv_BTC.astype(jnp.float32), ((0, 0), (W - 1, 0), (0, 0)))
-    u = jax.nn.silu(sum(x[:, w : w + T] * conv_w_WC[w].astype(jnp.float32) for w in range(W)))
-    q, k, v = split_heads(u, U, Y, Z)
+    u = _convolve(jnp.pad(qkv_BTC, ((0, 0), (W - 1, 0), (0, 0))), conv_w_WC)
+    q, k, v = split_heads(jax.nn.silu(u), U, Y, Z)
     g, beta = gates(b_BTU, a_BTU, a_log_U, dt_bias_U)
     chunks = lambda x: x.reshape(B, T // CHUNK, CHUNK, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
 
@@ -82,22 +76,29 @@ def gates(b: jax.Array, a: jax.Array, a_log_U: jax.Array, dt_bias_U: jax.Array) 
     return g, jax.nn.sigmoid(b.astype(jnp.float32))
 
 
+def _convolve(x: jax.Array, w_WC: jax.Array) -> jax.Array:
+    """Depthwise, float32: [.., W-1 + n, C] -> [.., n, C]; output i sees inputs i to i + W-1."""
+    W = w_WC.shape[0]
+    n = x.shape[-2] - (W - 1)
+    x, w_WC = x.astype(jnp.float32), w_WC.astype(jnp.float32)
+    return sum((x[..., w : w + n, :] * w_WC[w] for w in range(1, W)), x[..., :n, :] * w_WC[0])
+
+
 def _causal_conv(
     x_TC: jax.Array, w_WC: jax.Array, conv: jax.Array, layer: jax.Array, rows: Ragged
 ) -> tuple[jax.Array, jax.Array]:
     """silu of the depthwise convolution, and the states with the last W-1 inputs of each sequence."""
     T, W = x_TC.shape[0], w_WC.shape[0]
     tail_BWC = jnp.where(rows.fresh_B[:, None, None], 0, conv[layer, rows.read_slot_B])
-    w_WC = w_WC.astype(jnp.float32)
-    offset_T = jnp.arange(T) - rows.q_start_B[rows.seq_T]
-    u_TC = x_TC.astype(jnp.float32) * w_WC[W - 1]
-    for back in range(1, W):
-        if rows.one_token:
-            x = tail_BWC[:, W - 1 - back]
-        else:
-            old = tail_BWC[rows.seq_T, jnp.clip(W - 1 - back + offset_T, 0, W - 2)]
-            x = jnp.where((offset_T >= back)[:, None], jnp.roll(x_TC, back, 0), old)
-        u_TC += x.astype(jnp.float32) * w_WC[W - 1 - back]
+    if rows.one_token:
+        u_TC = _convolve(jnp.concatenate([tail_BWC, x_TC[:, None]], 1), w_WC)[:, 0]
+    else:
+        # As if all rows were one sequence, and then the first W-1 of each sequence again, which see its tail.
+        u_TC = _convolve(jnp.pad(x_TC, ((W - 1, 0), (0, 0))), w_WC)
+        i_W = jnp.arange(W - 1)
+        row_BW = rows.q_start_B[:-1, None] + i_W
+        u_BWC = _convolve(jnp.concatenate([tail_BWC, x_TC[jnp.minimum(row_BW, T - 1)]], 1), w_WC)
+        u_TC = u_TC.at[jnp.where(i_W < rows.q_len_B[:, None], row_BW, T)].set(u_BWC, mode="drop")
 
     # Input i of the last W-1, counted from the sequence's first in this step: negative ones are in the old tail.
     i_BW = rows.q_len_B[:, None] - (W - 1) + jnp.arange(W - 1)
@@ -105,36 +106,41 @@ def _causal_conv(
     old = jnp.take_along_axis(tail_BWC, jnp.clip(i_BW + W - 1, 0, W - 2)[..., None], axis=1)
     tail_BWC = jnp.where((i_BW >= 0)[..., None], new, old).astype(conv.dtype)
     slot_B = jnp.where(rows.q_len_B > 0, rows.write_slot_B, 0)
-    return jax.nn.silu(u_TC), conv.at[layer, slot_B].set(tail_BWC)
+    # The barrier keeps XLA's CPU compiler from computing the sum again for each of the uses that silu makes of it.
+    return jax.nn.silu(jax.lax.optimization_barrier(u_TC)), conv.at[layer, slot_B].set(tail_BWC)
 
 
 def _recurrent(
-    q_BJY: jax.Array,
-    k_BJY: jax.Array,
-    v_BUZ: jax.Array,
-    g_BU: jax.Array,
-    beta_BU: jax.Array,
+    q_TJY: jax.Array,
+    k_TJY: jax.Array,
+    v_TUZ: jax.Array,
+    g_TU: jax.Array,
+    beta_TU: jax.Array,
     rec: jax.Array,
     layer: jax.Array,
     rows: Ragged,
-    live_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of each live sequence.
+    """Sequences with one token, one after the other: only states of live ones move. Zeros in the other rows.
 
-    o = S'^T q with S' = e^g S + k d^T is read from the old state: e^g S^T q + (k . q) d. One pass over S gives both
-    products, one more writes S'.
+    o = S'^T q with S' = e^g S + k d^T is read from the old state: e^g S^T q + (k . q) d.
     """
-    U = v_BUZ.shape[1]
-    q, k = (jnp.repeat(x, U // x.shape[1], axis=1) for x in (q_BJY, k_BJY))
-    S = jnp.where(rows.fresh_B[:, None, None, None], 0, rec[layer, rows.read_slot_B].astype(jnp.float32))
-    decay = jnp.exp(g_BU)[..., None]
-    Sk, Sq = jnp.einsum("buyz,pbuy->pbuz", S, jnp.stack([k, q]), precision=HIGHEST)
-    d = beta_BU[..., None] * (v_BUZ - decay * Sk)
-    o = decay * Sq + jnp.sum(k * q, -1, keepdims=True) * d
-    S = decay[..., None] * S + k[..., None] * d[..., None, :]
-    slot_B = jnp.where(live_B, rows.write_slot_B, 0)
-    o = jnp.where(live_B[:, None, None], o, 0)
-    return o, rec.at[layer, slot_B].set(S.astype(rec.dtype))
+    U = v_TUZ.shape[1]
+    single = cut(rows.q_start_B[:-1], jnp.where(rows.q_len_B == 1, 1, 0), 1)
+
+    def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        o_TUZ, rec = carry
+        seq, _, t, _ = single[i]
+        q, k = (jnp.repeat(x[t], U // x.shape[1], axis=0) for x in (q_TJY, k_TJY))
+        S = jnp.where(rows.fresh_B[seq], 0, rec[layer, rows.read_slot_B[seq]].astype(jnp.float32))
+        q, k, S = jax.lax.optimization_barrier((q, k, S))
+        read = lambda x: jnp.einsum("uyz,uy->uz", S, x, precision=HIGHEST)  # noqa: E731
+        decay = jnp.exp(g_TU[t])[:, None]
+        d = beta_TU[t][:, None] * (v_TUZ[t] - decay * read(k))
+        o = decay * read(q) + jnp.sum(k * q, -1, keepdims=True) * d
+        S = decay[..., None] * S + k[..., None] * d[:, None, :]
+        return o_TUZ.at[t].set(o), rec.at[layer, rows.write_slot_B[seq]].set(S.astype(rec.dtype))
+
+    return jax.lax.fori_loop(0, single.count, body, (jnp.zeros_like(v_TUZ), rec))
 
 
 def chunk(
@@ -165,17 +171,16 @@ def chunk(
 def unit_lower_inverse(A: jax.Array) -> jax.Array:
     """(I + A)^-1 for strictly lower triangular A [.., c, c], c a power of two.
 
-    Block substitution: with the inverses P, R of two neighbouring diagonal blocks and Q below P, the inverse of
-    [[P^-1, 0], [Q, R^-1]] has -R Q P in Q's place. Sizes 1, 2, 4, ... c.
+    By halves: with the inverses P and R of the diagonal blocks, the inverse of [[P^-1, 0], [Q, R^-1]] has -R Q P in
+    Q's place.
     """
     c = A.shape[-1]
-    inverse, i = jnp.broadcast_to(jnp.eye(c), A.shape), jnp.arange(c)
-    for level in range(c.bit_length() - 1):
-        block = i >> level
-        below = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
-        Q = jnp.where(below, A, 0)
-        inverse -= jnp.einsum("...ij,...jk,...kl->...il", inverse, Q, inverse, precision=HIGHEST)
-    return inverse
+    if c == 1:
+        return jnp.ones_like(A)
+    top, bottom = slice(c // 2), slice(c // 2, c)
+    P, R = unit_lower_inverse(jnp.stack([A[..., top, top], A[..., bottom, bottom]]))
+    Q = -jnp.einsum("...ij,...jk,...kl->...il", R, A[..., bottom, top], P, precision=HIGHEST)
+    return jnp.block([[P, jnp.zeros_like(P)], [Q, R]])
 
 
 def _chunked(

@@ -107,7 +107,15 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
 # Programs are compiled for shapes: small cases share the default ones.
 _MIXED = ((1, 33), (1, 1), (1, 256), (70, 70), (50, 130), (3, 19))
 _BUCKET_OF_8 = ((0, 0), (1, 5), (0, 0), (1, 256), (1, 16), (0, 0), (1, 17), (1, 1))
-_LONG: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "page_size": 256, "batch": 2, "pages_per_seq": 132, "pages": None}
+_LONG: dict[str, Any] = {
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 16,
+    "page_size": 256,
+    "batch": 2,
+    "pages_per_seq": 132,
+    "pages": None,
+}
 _FULL: dict[str, Any] = {"page_size": 256, "pages": None, "dtype": "bfloat16", "full": True}
 _QWEN3_5: dict[str, Any] = {"heads": 32, "kv_heads": 2, "head_dim": 256, **_FULL}
 _QWEN3: dict[str, Any] = {"heads": 64, "kv_heads": 4, "head_dim": 128, **_FULL}
@@ -138,7 +146,7 @@ CASES = (
     Case("Qwen3.5 24/4 heads", ((1, 9), (20, 40)), heads=24, kv_heads=4, rows=24, batch=2, notes="27B"),
     Case("one head", ((1, 9), (20, 40)), heads=1, kv_heads=1, rows=24, batch=2, notes="a shard of 0.6B over tp=16"),
     Case("Qwen3.5 decode", ((1, 4096),) * 64, batch=64, pages_per_seq=16, one_token=True, **_QWEN3_5),
-    Case("Qwen3.5 long decode", ((1, 131072),) * 8, batch=8, pages_per_seq=512, one_token=True, **_QWEN3_5),
+    Case("Qwen3.5 long decode", ((1, 131072),) * 4, batch=4, pages_per_seq=512, one_token=True, **_QWEN3_5),
     Case("Qwen3.5 prefill", ((2048, 2048), (2048, 16384)), rows=4096, batch=8, pages_per_seq=64, **_QWEN3_5),
     Case("Qwen3.5 mixed", ((1, 4096),) * 60 + ((960, 8192),), rows=1024, batch=64, pages_per_seq=32, **_QWEN3_5),
     Case("Qwen3 decode", ((1, 4096),) * 64, batch=64, pages_per_seq=16, one_token=True, **_QWEN3),
