@@ -88,21 +88,28 @@ def forward(
 
 
 def forward_sequences(
-    params: Params, tokens_BT: jax.Array, cfg: ModelConfig, *, remat: bool = False
+    params: Params,
+    tokens_BT: jax.Array,
+    cfg: ModelConfig,
+    *,
+    offset_BT: jax.Array | None = None,
+    remat: bool = False,
 ) -> tuple[jax.Array, Trace]:
     """Whole sequences from position 0: [B, T] -> hidden [B, T, D] after the last norm, and the trace.
 
-    Causal, so right padding is harmless. T must be a multiple of 64. `remat` recomputes each layer in the backward
+    Causal, so right padding is harmless. T must be a multiple of 64. With `offset_BT`, a row holds several sequences:
+    each token's position within its own, so that a 0 starts the next. `remat` recomputes each layer in the backward
     pass.
     """
-    cos_sin = angles(jnp.arange(tokens_BT.shape[1]), cfg.rope)
+    # Attention sees differences of positions only, so packed sequences need no positions of their own.
+    cos_sin, offset_T = _positions(tokens_BT, offset_BT, cfg)
 
     def period(x: jax.Array, i: jax.Array) -> tuple[jax.Array, Any]:
         seen = []
         for block, run in zip(params.blocks, cfg.runs, strict=True):
 
             def body(x: jax.Array, j: jax.Array, block: Block = block, run: Run = run) -> tuple[jax.Array, Any]:
-                x, routing = _block_sequences(block, i * run.count + j, x, cos_sin, cfg)
+                x, routing = _block_sequences(block, i * run.count + j, x, cos_sin, offset_T, cfg)
                 return x, (x, routing)
 
             x, out = jax.lax.scan(jax.checkpoint(body) if remat else body, x, jnp.arange(run.count))
@@ -115,7 +122,12 @@ def forward_sequences(
 
 
 def mtp_sequences(
-    params: Params, hidden_BTD: jax.Array, next_tokens_BT: jax.Array, cfg: ModelConfig
+    params: Params,
+    hidden_BTD: jax.Array,
+    next_tokens_BT: jax.Array,
+    cfg: ModelConfig,
+    *,
+    offset_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing | None]:
     """The multi-token-prediction layer over whole sequences.
 
@@ -126,19 +138,31 @@ def mtp_sequences(
     p = params.mtp
     x = einsum("...d,de->...e", _norm(embed(params, next_tokens_BT), p.embedding_norm, cfg), p.w_embedding)
     x += einsum("...d,de->...e", _norm(hidden_BTD, p.hidden_norm, cfg), p.w_hidden)
-    cos_sin = angles(jnp.arange(next_tokens_BT.shape[1]), cfg.rope)
-    x, routing = _block_sequences(p.block, jnp.int32(0), x, cos_sin, cfg)
+    cos_sin, offset_T = _positions(next_tokens_BT, offset_BT, cfg)
+    x, routing = _block_sequences(p.block, jnp.int32(0), x, cos_sin, offset_T, cfg)
     return _norm(x, p.norm, cfg), routing
 
 
+def _positions(
+    tokens_BT: jax.Array, offset_BT: jax.Array | None, cfg: ModelConfig
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    pos_T = jnp.arange(tokens_BT.shape[1])
+    return angles(pos_T, cfg.rope), pos_T if offset_BT is None else offset_BT
+
+
 def _block_sequences(
-    block: Block, l: jax.Array, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cfg: ModelConfig
+    block: Block,
+    l: jax.Array,
+    x: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    offset_T: jax.Array,
+    cfg: ModelConfig,
 ) -> tuple[jax.Array, Routing | None]:
     h = _norm(x, block.mixer_norm[l], cfg)
     if isinstance(block.mixer, GatedDelta):
-        x = x + gated_delta_sequences(block.mixer, l, h, cfg=cfg)
+        x = x + gated_delta_sequences(block.mixer, l, h, offset_T, cfg=cfg)
     else:
-        x = x + attention_sequences(block.mixer, l, h, cos_sin, cfg=cfg)
+        x = x + attention_sequences(block.mixer, l, h, cos_sin, offset_T, cfg=cfg)
     h = _norm(x, block.ffn_norm[l], cfg)
     if isinstance(block.ffn, Moe):
         y, routing = moe_sequences(block.ffn, l, h, cfg=_moe(cfg))

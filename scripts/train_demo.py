@@ -23,7 +23,6 @@ def main() -> None:
         "out": Path,
         "init": Path,
         "config": json.loads,
-        "lengths": lambda text: tuple(int(x) for x in text.split(",")),
     }
     for field in dataclasses.fields(train.Options):
         default = field.default if field.default is not dataclasses.MISSING else {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of the demo model: the step, the loop against the clock, exact-match accuracy.
 
-Weights and optimizer are float32, the forward pass runs in bfloat16. A step adds up the gradients of micro-batches of
-several lengths. Not here: data (`data`), the loss (`loss`), the optimizer (`optimizer`), files (`export`).
+Weights and optimizer are float32, the forward pass runs in bfloat16. A step adds up the gradients of its
+batches. Not here: data (`data`), the loss (`loss`), the optimizer (`optimizer`), files (`export`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qwen_spmd import params as P
 from qwen_spmd.config import from_hf
 from qwen_spmd.demo.chat import encode
 from qwen_spmd.demo.conversation import Conversation
-from qwen_spmd.demo.data import LENGTHS, Batch, Bucket, pad, plan, stream
+from qwen_spmd.demo.data import Batch, Packer, Shape, pack, stream
 from qwen_spmd.demo.evaluate import graded, held_out
 from qwen_spmd.demo.export import card, export, hf_config, rounded
-from qwen_spmd.demo.loss import answers_right, loss_sums
+from qwen_spmd.demo.loss import loss_sums, tokens_right
 from qwen_spmd.demo.optimizer import optimizer
 from qwen_spmd.demo.tasks import TASKS
 
@@ -39,12 +39,13 @@ class Options:
     """What a run can vary; the command line has a flag for each.
 
     minutes          of the whole run: compiling and `finish` seconds for the evaluation at the end are taken off
-    samples          conversations in a step
-    batch_tokens     tokens of a micro-batch, about
-    lengths          of the micro-batches' rows, multiples of 64; longer conversations are left out
+    rows, length     of a batch of packed conversations, one each step; lengths are multiples of 64
+    long_rows, long_length    of a batch for longer ones, every few steps; what is longer still is left out
+    length_power     a token of a conversation with n tokens to predict counts n ** -length_power: a short answer must
+                     not be lost among long ones
     lr               peak learning rate: linear warm-up over `warmup` steps, then constant, then over the last `decay`
                      share of the time linearly to zero
-    mtp, balance, length_power, remat    see loss.Weights
+    mtp, balance, remat    see loss.Weights
     ema              decay of the averaged weights, which are what is exported
     config           fields of config.json to change
     init             a folder with weights to start from
@@ -54,9 +55,10 @@ class Options:
     out: Path = Path("demo-out")
     minutes: float = 9.0
     finish: float = 40.0
-    samples: int = 512
-    batch_tokens: int = 65536
-    lengths: tuple[int, ...] = LENGTHS
+    rows: int = 64
+    length: int = 1024
+    long_rows: int = 8
+    long_length: int = 4096
     optimizer: str = "muon"
     lr: float = 4e-3
     warmup: int = 200
@@ -97,7 +99,7 @@ class Total:
 
 
 class Trainer:
-    """The jitted functions of one configuration, compiled ahead for all buckets at once."""
+    """The jitted functions of one configuration, compiled ahead, all at once."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -105,8 +107,8 @@ class Trainer:
         self.cfg = from_hf(self.hf_config)
         self.declared = P.declare(self.cfg, jnp.float32)
         self.tx: Any = optimizer(self.declared, kind=options.optimizer, weight_decay=options.weight_decay)
-        self.buckets = plan(options.samples, options.batch_tokens, options.lengths)
-        self.pad_id: int = self.hf_config["eos_token_id"]  # data.PAD
+        self.short = Shape(options.rows, options.length)
+        self.long = Shape(options.long_rows, options.long_length)
 
     def initial(self) -> State:
         """Random weights. Embeddings start larger and residual outputs smaller than where nothing is trained."""
@@ -126,49 +128,47 @@ class Trainer:
         return State(params, copy(params), self.tx.init(params), jnp.int32(0), self._zero(params))
 
     def _zero(self, params: P.Params) -> Total:
-        return Total(jax.tree.map(jnp.zeros_like, params), jnp.zeros((len(TASKS) + 1, 4)), jnp.zeros(4))
+        return Total(jax.tree.map(jnp.zeros_like, params), jnp.zeros((len(TASKS) + 1, 3)), jnp.zeros(4))
 
     def add(self, params: P.Params, total: Total, batch: Batch) -> Total:
         """One micro-batch."""
-        loss = functools.partial(loss_sums, cfg=self.cfg, weights=self.options, pad_id=self.pad_id)
+        loss = functools.partial(loss_sums, cfg=self.cfg, weights=self.options)
         gradients, (counts, extra) = jax.grad(loss, has_aux=True)(params, batch)
         return Total(jax.tree.map(jnp.add, total.gradients, gradients), total.counts + counts, total.extra + extra)
 
-    def update(self, state: State, lr: jax.Array) -> tuple[State, jax.Array]:
-        """The optimizer step; returns the counts, with the extra losses as one more row."""
+    def update(self, state: State, lr: jax.Array) -> tuple[State, tuple[jax.Array, jax.Array]]:
+        """The optimizer step; returns the counts and the extra losses."""
         total = state.total
         gradients = jax.tree.map(lambda g: g / jnp.maximum(total.extra[-1], 1), total.gradients)
         updates, moments = self.tx.update(gradients, state.moments, state.params)
         params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
         decay = jnp.minimum(self.options.ema, (1 + state.step) / (10 + state.step))
         averaged = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.averaged, params)
-        seen = jnp.concatenate([total.counts[:-1], total.extra[None]])
+        seen = (total.counts[:-1], total.extra)
         return State(params, averaged, moments, state.step + 1, self._zero(params)), seen
 
     def compile(self, state: State) -> None:
         """Compile everything, in parallel; what only the evaluation needs is not waited for."""
         shape = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
         half = jax.eval_shape(lambda p: rounded(p, self.cfg), state.params)
-        right = functools.partial(answers_right, cfg=self.cfg)
+        right = functools.partial(tokens_right, cfg=self.cfg)
         pool = ThreadPoolExecutor(os.cpu_count())
 
         def start(function: Any, *args: Any) -> Future:
             return pool.submit(lambda: function.lower(*args).compile())
 
-        def batch(bucket: Bucket) -> Batch:
-            return shape(pad([], [], bucket.rows, bucket.length))
-
+        empty = {size: shape(Packer(size, 0.0).batch) for size in (self.short, self.long)}
         add = jax.jit(self.add, donate_argnums=1)
-        adds = {b.length: start(add, shape(state.params), shape(state.total), batch(b)) for b in self.buckets}
+        adds = {size: start(add, shape(state.params), shape(state.total), batch) for size, batch in empty.items()}
         update = start(jax.jit(self.update, donate_argnums=0), shape(state), jax.ShapeDtypeStruct((), jnp.float32))
-        self.rights = {b.length: start(jax.jit(right), half, batch(b)) for b in self.buckets}
-        self.adds = {length: future.result() for length, future in adds.items()}
+        self.rights = {size: start(jax.jit(right), half, batch) for size, batch in empty.items()}
+        self.adds = {size: future.result() for size, future in adds.items()}
         self.updated = update.result()
 
-    def step(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[State, jax.Array]:
+    def step(self, state: State, batches: Sequence[Batch], lr: float) -> tuple[State, Any]:
         total = state.total
         for batch in batches:
-            total = self.adds[batch.tokens_BT.shape[1]](state.params, total, batch)
+            total = self.adds[Shape(*batch.tokens_BT.shape)](state.params, total, batch)
         return self.updated(dataclasses.replace(state, total=total), jnp.float32(lr))
 
     def learning_rate(self, step: int, done: float) -> float:
@@ -182,17 +182,16 @@ class Trainer:
         items = [(name, c) for name in graded() for c in held_out(name, self.options.items)]
         encoded = [encode(c) for _, c in items]
         encoded = [dataclasses.replace(e, spoken_T=e.spoken_T & _from(e)) for e in encoded]
-        places: dict[Bucket, list[int]] = {bucket: [] for bucket in self.buckets}
-        for i, e in enumerate(encoded):
-            fitting = [bucket for bucket in self.buckets if len(e.tokens_T) <= bucket.length]
-            if fitting:  # what is longer than training was counts as wrong
-                places[fitting[0]].append(i)
         right = np.zeros(len(items), bool)
-        for bucket, indices in places.items():
-            for start in range(0, len(indices), bucket.rows):
-                some = indices[start : start + bucket.rows]
-                batch = pad([encoded[i] for i in some], [0] * len(some), bucket.rows, bucket.length)
-                right[some] = np.asarray(self.rights[bucket.length].result()(params, batch))[: len(some)]
+        for size, least in ((self.short, 0), (self.long, self.short.length)):
+            # What is longer than training was counts as wrong.
+            some = [i for i, e in enumerate(encoded) if least < len(e.tokens_T) <= size.length]
+            order = iter(some)
+            for batch in pack(((encoded[i], 0) for i in some), size):
+                ok = np.asarray(self.rights[size].result()(params, batch)) | (batch.weight_BT == 0)
+                for row, item_T in zip(ok, batch.item_BT, strict=True):
+                    for item in range(item_T.max() + 1):
+                        right[next(order)] = row[item_T == item].all()
         found: dict[str, list[tuple[Conversation, bool]]] = {}
         for (name, conversation), ok in zip(items, right, strict=True):
             found.setdefault(name, []).append((conversation, bool(ok)))
@@ -207,16 +206,15 @@ def train(options: Options, log: Callable[[str], None] = print) -> dict[str, flo
     """Train until `options.minutes` are over, write the folder `options.out`, return the accuracy of each task."""
     began = time.monotonic()
     trainer = Trainer(options)
-    data = stream(options.seed, options.samples, trainer.buckets, options.workers)
+    data = stream(options.seed, trainer.short, trainer.long, options.length_power, options.workers)
     state = trainer.initial()
     log(f"{jax.devices()[0].device_kind}, {P.num_params(state.params) / 1e6:.2f} M parameters, {options}")
-    log(f"buckets {[(b.length, b.rows, b.parts) for b in trainer.buckets]} (length, rows, micro-batches in 8 steps)")
     trainer.compile(state)
     budget = options.minutes * 60 - options.finish - (time.monotonic() - began)
     log(f"compiled, {time.monotonic() - began:.0f} s since the start; {budget:.0f} s of training follow")
 
     start = logged = saved = time.monotonic()
-    window: list[jax.Array] = []
+    window: list[Any] = []
     tokens = steps = 0
     waited = 0.0
     while (done := (time.monotonic() - start) / max(budget, 1)) < 1:
@@ -231,7 +229,7 @@ def train(options: Options, log: Callable[[str], None] = print) -> dict[str, flo
             jax.block_until_ready(window[-3])
         now = time.monotonic()
         if now - logged >= (options.log_seconds if steps > 50 else 5):
-            sums = np.sum([np.asarray(c) for c in window], 0)
+            sums = [np.sum([np.asarray(x) for x in xs], 0) for xs in zip(*window, strict=True)]
             rate = tokens / (now - logged) / 1e6
             lr = trainer.learning_rate(steps, done)
             head = f"step {steps} {now - start:.0f} s {rate:.2f} Mtok/s lr {lr:.1e} wait {waited:.1f} s"
@@ -253,16 +251,16 @@ def train(options: Options, log: Callable[[str], None] = print) -> dict[str, flo
     return accuracy
 
 
-def _line(head: str, sums: np.ndarray) -> str:
-    """Loss of each token and share of the rows without any mistake, in all and for each task that is not solved."""
-    *tasks, extra = sums
+def _line(head: str, sums: Sequence[np.ndarray]) -> str:
+    """Loss and share of right tokens, in all and for each task that is not solved."""
+    tasks, extra = sums
     total = np.sum(tasks, 0)
     loss, mtp, drafts = total[0] / total[1], extra[0] / total[1], extra[1] / total[1]
     parts = [f"{head} loss {loss:.4f} mtp {mtp:.3f} drafts {drafts:.0%} balance {extra[2] / extra[3]:.2f}"]
     solved = 0
-    for name, (loss, tokens, right, rows) in zip(TASKS, tasks, strict=True):
-        if rows and right >= 0.995 * rows:
+    for name, (loss, tokens, right) in zip(TASKS, tasks, strict=True):
+        if tokens and right >= 0.999 * tokens:
             solved += 1
-        elif rows:
-            parts.append(f"{name} {loss / tokens:.3f} {100 * right / rows:.0f}%")
+        elif tokens:
+            parts.append(f"{name} {loss / tokens:.3f} {100 * right / tokens:.1f}%")
     return " | ".join([*parts, f"{solved} more tasks solved"])

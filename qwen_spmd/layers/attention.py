@@ -11,7 +11,8 @@ from qwen_spmd.layers.linear import einsum
 from qwen_spmd.layers.norm import rms_norm
 from qwen_spmd.layers.rope import rotate
 from qwen_spmd.pallas import Impl
-from qwen_spmd.pallas.paged_attention import paged_attention, reference
+from qwen_spmd.pallas.paged_attention import paged_attention
+from qwen_spmd.pallas.paged_attention.sequences import sequences
 from qwen_spmd.params import Attention
 from qwen_spmd.state import Ragged
 
@@ -37,10 +38,10 @@ def attention(
 
 
 def attention_sequences(
-    p: Attention, l: jax.Array, x_BTD: jax.Array, cos_sin: CosSin, *, cfg: ModelConfig
+    p: Attention, l: jax.Array, x_BTD: jax.Array, cos_sin: CosSin, offset_T: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:
     """The same over whole sequences, differentiable."""
-    return _output(p, l, x_BTD, reference.sequences(*_project(p, l, x_BTD, cos_sin, cfg)))
+    return _output(p, l, x_BTD, sequences(*_project(p, l, x_BTD, cos_sin, cfg), offset_T))
 
 
 def _project(p: Attention, l: jax.Array, x: jax.Array, cos_sin: CosSin, cfg: ModelConfig) -> tuple[jax.Array, ...]:

@@ -33,11 +33,13 @@ def gated_delta(
     return _output(p, l, x_TD, o, cfg), conv, rec
 
 
-def gated_delta_sequences(p: GatedDelta, l: jax.Array, x_BTD: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+def gated_delta_sequences(
+    p: GatedDelta, l: jax.Array, x_BTD: jax.Array, offset_T: jax.Array, *, cfg: ModelConfig
+) -> jax.Array:
     """The same over whole sequences, differentiable."""
     assert cfg.gated_delta is not None
     sizes = cfg.gated_delta.key_dim, cfg.gated_delta.value_dim
-    o = sequences(*_project(p, l, x_BTD), p.conv[l], p.a_log[l], p.dt_bias[l], *sizes)
+    o = sequences(*_project(p, l, x_BTD), p.conv[l], p.a_log[l], p.dt_bias[l], offset_T, *sizes)
     return _output(p, l, x_BTD, o, cfg)
 
 

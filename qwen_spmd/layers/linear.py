@@ -12,5 +12,4 @@ import jax.numpy as jnp
 def einsum(spec: str, x: jax.Array, w: jax.Array, *, out_dtype: Any = None) -> jax.Array:
     """Activations by weights in x's dtype, accumulated in float32. float32 inputs multiply in full float32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.einsum(spec, x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(out_dtype or x.dtype)
+    return jnp.einsum(spec, x, w.astype(x.dtype), precision=precision, preferred_element_type=out_dtype or x.dtype)

@@ -63,7 +63,7 @@ class Runner:
         return Sequence(list(map(int, tokens)), int(self._slots.pop()), [int(p) for p in pages])
 
     def step(self, parts, *, T=None, B=None, one_token=False):
-        """`parts` is [(sequence, number of tokens)]. Returns per part (hidden [n, D], logits [n, V], trace with [L, n])."""
+        """`parts` is [(sequence, number of tokens)]. Per part: hidden [n, D], logits [n, V], trace [L, n, *]."""
         lengths = [n for _, n in parts]
         B = B or len(parts) + 1
         T = B if one_token else (T or sum(lengths) + 3)

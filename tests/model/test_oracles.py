@@ -105,7 +105,7 @@ def test_greedy_tokens(loaded, runner, length):
     run = runner(params, cfg)
     seq = run.sequence(data[f"{p}/input_ids"])
     step, new = run.step([(seq, length)], T=260), []
-    for i in range(32):
+    for _ in range(32):
         new.append(int(step[0][1][-1].argmax()))
         seq.tokens.append(new[-1])
         step = run.step([(seq, 1)], B=2, one_token=True)
@@ -180,3 +180,19 @@ def test_bfloat16_is_as_close_as_transformers(oracle, runner, name):
     agree = float(np.mean(logits.argmax(-1) == np.asarray(want).argmax(-1)))
     assert kl < 1.5 * peer["mean_kl"] + 1e-3
     assert agree > peer["argmax_agreement"] - 0.05
+
+
+def test_packed_sequences_equal_each_alone(loaded):
+    """Several sequences in a row, the next beginning anywhere in a chunk."""
+    params, cfg, data = loaded
+    tokens, offset, rows = np.zeros((1, 320), np.int32), np.arange(320, dtype=np.int32)[None], []
+    start = 0
+    for length in (5, 130, 1, 65, 3, 63):
+        tokens[0, start : start + length] = data[f"p{length}/input_ids"]
+        offset[0, start:] = np.arange(320 - start)
+        rows.append((length, slice(start, start + length)))
+        start += length
+    hidden, _ = jax.jit(lambda p, t, o: model.forward_sequences(p, t, cfg, offset_BT=o))(params, tokens, offset)
+    logits = np.asarray(model.unembed(params, hidden))[0]
+    for length, row in rows:
+        np.testing.assert_allclose(logits[row], data[f"p{length}/logits"], atol=TOLERANCE)
