@@ -53,15 +53,15 @@ class Options:
     """
 
     out: Path = Path("demo-out")
-    minutes: float = 9.0
+    minutes: float = 9.2
     finish: float = 40.0
-    rows: int = 64
+    rows: int = 48
     length: int = 1024
     long_rows: int = 8
     long_length: int = 4096
     optimizer: str = "muon"
     lr: float = 4e-3
-    warmup: int = 200
+    warmup: int = 150
     decay: float = 0.7
     weight_decay: float = 0.03
     mtp: float = 0.15

@@ -137,7 +137,7 @@ CASES = (
     Case("mixed, bfloat16", _MIXED, dtype="bfloat16"),
     Case("mixed, bfloat16 state", _MIXED, dtype="bfloat16", rec_dtype="bfloat16"),
     Case("chunks before decode rows", ((70, 70), (1, 40), (60, 61), (1, 1)), notes="speculation mixes orders"),
-    Case("empty in the middle", ((0, 0), (1, 5), (0, 20), (7, 7), (0, 0), (1, 6), (0, 0), (40, 50))),
+    Case("empty in the middle", ((0, 0), (1, 5), (0, 20), (7, 7), (0, 0), (1, 6), (0, 0), (40, 50)), forks=(2,)),
     Case("no padding", ((1, 8), (1, 1), (2, 9), (66, 67), (64, 64), (34, 34), (20, 40), (20, 20))),
     Case("only padding", ()),
     Case("fork of a snapshot", ((1, 9), (5, 12), (3, 3)), forks=(0,)),
