@@ -153,7 +153,8 @@ class LLM:
                         if output.request.id not in running:
                             continue
                         self._take(output, streams[output.request.id], texts)
-                        if output.request.finish_reason is not None:
+                        # Not the request's own reason: the engine may be ahead of this output.
+                        if output.finish_reason is not None:
                             running.discard(output.request.id)
                             bar.update()
                             if (request := next(waiting, None)) is not None:

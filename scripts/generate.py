@@ -19,7 +19,8 @@ def main() -> None:
     args = p.parse_args()
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
-    with LLM(args.model, dtype=args.dtype) as llm:
+    # Fewer at once are fewer programs to compile.
+    with LLM(args.model, dtype=args.dtype, max_num_seqs=min(16, len(args.prompts))) as llm:
         if args.raw:
             answers = llm.generate(args.prompts, params)
         else:

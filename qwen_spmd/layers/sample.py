@@ -56,7 +56,8 @@ def _draw(best: jax.Array, ids: jax.Array, top_k_B: jax.Array, s: Sampling, pos_
     logits = jnp.where(jnp.arange(best.shape[1]) < top_k_B[:, None], logits, -jnp.inf)
     p = jax.nn.softmax(logits)
     # A candidate stays while those before it hold less than top_p: the first always stays.
-    keep = (jnp.cumsum(p, -1) - p < s.top_p_B[:, None]) & (p >= s.min_p_B[:, None] * p[:, :1])
+    before = jnp.where(s.top_p_B[:, None] < 1, jnp.cumsum(p, -1) - p, 0)  # 1 is off, whatever the sum's rounding
+    keep = (before < s.top_p_B[:, None]) & (p >= s.min_p_B[:, None] * p[:, :1])
     noisy = jnp.where(keep, logits + _gumbel(s.seed_B, pos_B, ids), -jnp.inf)
     return jnp.take_along_axis(ids, jnp.argmax(noisy, -1)[:, None], 1)[:, 0]
 

@@ -17,7 +17,7 @@ def test_the_card_is_true():
     listed = re.findall(r"^\| (\w+) \| .* \| [\d.]+% \|$", (MODEL_DIR / "README.md").read_text(), re.M)
     assert len(listed) >= 10
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 5120}
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 5120}
     with LLM(compilation_cache=None, progress=False, **sizes) as llm:
 
         def generate(conversations):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM on the demo model: generating, looking inside, changing parameters. Nothing here depends on what it has learnt."""
+"""LLM on the demo model: generating, looking inside, changing parameters. Nothing depends on what it has learnt."""
 
 import re
 
