@@ -7,6 +7,7 @@ state and is differentiable; training uses it. Not here: jit, shard_map, meshes,
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -83,7 +84,7 @@ def forward(
 
     carry = (embed(params, tokens_T), state.kv, state.conv, state.rec)
     (x, kv, conv, rec), seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
-    state = state.replace(kv=kv, conv=conv, rec=rec)
+    state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec)
     return _norm(x, params.norm, cfg), state, _trace(seen) if trace else None
 
 

@@ -1,75 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode speed of a model folder through the engine's loop: `python scripts/bench.py --model DIR`.
 
-`--peer PYTHON` also runs transformers in that interpreter, on the same folder, shapes and number of threads, and prints
-the ratios. `--host` measures instead what the host does in a step of `--seqs` running requests: scheduling, packing,
-committing (with a null model in the place of the device) and the dispatch of the compiled program.
+`--peer PYTHON` adds transformers in that interpreter, on the same folder and number of threads; all take turns at the
+same prompts, so that they see the same state of the machine. `--host` measures instead what the host does in a step of
+`--seqs` running requests: scheduling, packing, committing (for a null model) and the dispatch of the compiled program.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import random
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], object]
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+Engine = Callable[[list[list[int]], int], float]
+"""Seconds that it takes to continue each prompt by so many tokens, all at once."""
 
 
-def measure(generate: Generate, args: argparse.Namespace) -> dict[str, float]:
+def measure(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Tokens/s. Prefill is the time of one new token, decode what the others add to it; medians over fresh prompts."""
     rng, speeds = random.Random(0), {}
     for batch in args.batch:
-
-        def seconds(new: int, batch: int = batch) -> float:
-            prompts = [[rng.randrange(args.vocab) for _ in range(args.prompt)] for _ in range(batch)]
-            start = time.perf_counter()
-            generate(prompts, new)
-            return time.perf_counter() - start
-
-        runs = [(seconds(1), seconds(args.new)) for _ in range(args.repeats + 1)][1:]  # the first warms up
-        speeds[f"prefill, batch {batch}"] = batch * args.prompt / statistics.median(one for one, _ in runs)
-        speeds[f"decode, batch {batch}"] = batch * (args.new - 1) / statistics.median(n - one for one, n in runs)
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+        for _ in range(args.repeats + 1):
+            one, more = ([rng.choices(range(args.vocab), k=args.prompt) for _ in range(batch)] for _ in range(2))
+            for name, seconds in engines.items():
+                runs[name].append((seconds(one, 1), seconds(more, args.new)))
+        # The first run warms up.
+        prefill = {name: statistics.median(one for one, _ in r[1:]) for name, r in runs.items()}
+        decode = {name: statistics.median(more - one for one, more in r[1:]) for name, r in runs.items()}
+        speeds[f"prefill, batch {batch}"] = {name: batch * args.prompt / s for name, s in prefill.items()}
+        speeds[f"decode, batch {batch}"] = {name: batch * (args.new - 1) / s for name, s in decode.items()}
     return speeds
 
 
-def ours(args: argparse.Namespace) -> dict[str, float]:
+@contextlib.contextmanager
+def ours(args: argparse.Namespace) -> Iterator[Engine]:
     from qwen_spmd import LLM, SamplingParams
 
     sizes = {"max_num_seqs": max(args.batch), "max_model_len": args.prompt + args.new}
     with LLM(args.model, dtype=args.dtype, **sizes) as llm:
-        greedy = lambda new: SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)  # noqa: E731
-        return measure(lambda prompts, new: llm.generate(prompts, greedy(new)), args)
+
+        def seconds(prompts: list[list[int]], new: int) -> float:
+            start = time.perf_counter()
+            llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True))
+            return time.perf_counter() - start
+
+        yield seconds
 
 
-def peer(args: argparse.Namespace) -> dict[str, float]:
-    """Runs in the peer's interpreter. Of eager and fused attention the faster counts, figure by figure."""
+@contextlib.contextmanager
+def peer(args: argparse.Namespace, attention: str) -> Iterator[Engine]:
+    """This file in another interpreter, see `serve_peer`. A line of JSON goes in, the seconds come out."""
+    command = [args.peer, __file__, "--as-peer", args.model, args.dtype, attention]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+
+        def seconds(prompts: list[list[int]], new: int) -> float:
+            print(json.dumps([prompts, new]), file=process.stdin, flush=True)
+            return float(process.stdout.readline())  # type: ignore[union-attr]
+
+        yield seconds
+        process.stdin.close()
+
+
+def serve_peer(folder: str, dtype: str, attention: str) -> None:
+    """transformers, one generate() for each line of stdin."""
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
 
     torch.set_num_threads(THREADS)
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    best: dict[str, float] = {}
-    for attention in ("eager", "sdpa"):
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=attention).eval()
-
-        def generate(prompts: list[list[int]], new: int, model: Any = model) -> None:
-            ids = torch.tensor(prompts)
-            options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
-            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation=attention).eval()
+    for line in sys.stdin:
+        prompts, new = json.loads(line)
+        ids, start = torch.tensor(prompts), time.perf_counter()
+        options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
         with torch.inference_mode():
-            for name, speed in measure(generate, args).items():
-                best[name] = max(best.get(name, 0.0), speed)
-    return best
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        print(time.perf_counter() - start, flush=True)
 
 
 def host(args: argparse.Namespace) -> dict[str, float]:
@@ -133,10 +152,10 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step instead")
     parser.add_argument("--seqs", type=int, default=256, help="running requests of --host")
     parser.add_argument("--window", type=int, default=8, help="decode iterations of a step of --host")
-    parser.add_argument("--as-peer", metavar="JSON", help=argparse.SUPPRESS)
+    parser.add_argument("--as-peer", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_peer:
-        print(json.dumps(peer(argparse.Namespace(**json.loads(args.as_peer)))))
+        serve_peer(*args.as_peer)
         return
 
     from qwen_spmd.config import load_config
@@ -149,15 +168,21 @@ def main() -> None:
         for name, us in (parts | {"all": sum(parts.values())}).items():
             print(f"{name:10} {us:8.0f} us")
         return
-    speeds, peers = ours(args), {}
-    if args.peer:
-        command = [args.peer, __file__, "--as-peer", json.dumps(vars(args))]
-        peers = json.loads(
-            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-        )
-    print(f"{'tokens/s':20} {'qwen_spmd':>12}" + (f" {'transformers':>12} {'ratio':>6}" if peers else ""))
-    for name, speed in speeds.items():
-        print(f"{name:20} {speed:12.1f}" + (f" {peers[name]:12.1f} {speed / peers[name]:6.2f}" if peers else ""))
+    with contextlib.ExitStack() as stack:
+        engines = {"qwen_spmd": stack.enter_context(ours(args))}
+        for attention in ("eager", "sdpa") if args.peer else ():
+            engines[f"transformers, {attention}"] = stack.enter_context(peer(args, attention))
+        speeds = measure(engines, args)
+    print(f"| {'tokens/s':18} | " + " | ".join(f"{name:>19}" for name in engines) + " |" + " ratio |" * bool(args.peer))
+    print("|---" * (1 + len(engines) + bool(args.peer)) + "|")
+    for figure, speed in speeds.items():
+        mine, *theirs = speed.values()
+        cells = [
+            f"{figure:18}",
+            *(f"{s:19.1f}" for s in speed.values()),
+            *([f"{mine / max(theirs):5.2f}"] if theirs else []),
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

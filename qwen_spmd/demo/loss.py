@@ -20,9 +20,12 @@ from qwen_spmd.demo.tasks import TASKS
 class Weights(Protocol):
     """Of the multi-token prediction loss and of the router's load balancing. `remat` recomputes activations."""
 
-    mtp: float
-    balance: float
-    remat: bool
+    @property
+    def mtp(self) -> float: ...
+    @property
+    def balance(self) -> float: ...
+    @property
+    def remat(self) -> bool: ...
 
 
 def loss_sums(

@@ -44,7 +44,9 @@ def attention_sequences(
     return _output(p, l, x_BTD, sequences(*_project(p, l, x_BTD, cos_sin, cfg), offset_T))
 
 
-def _project(p: Attention, l: jax.Array, x: jax.Array, cos_sin: CosSin, cfg: ModelConfig) -> tuple[jax.Array, ...]:
+def _project(
+    p: Attention, l: jax.Array, x: jax.Array, cos_sin: CosSin, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     norm = {"eps": cfg.norm_eps, "zero_centred": cfg.zero_centred_norms}
     q = rms_norm(einsum("...d,dnh->...nh", x, p.w_q[l]), p.q_norm[l], **norm)
     k = rms_norm(einsum("...d,dkh->...kh", x, p.w_k[l]), p.k_norm[l], **norm)

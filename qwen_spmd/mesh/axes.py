@@ -9,6 +9,7 @@ tp  heads, FFN width, vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 AXES = ("dp", "ep", "tp")
 
 
-def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `dp * ep * tp` devices, by default the first ones of this process's platform."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < dp * ep * tp:

@@ -76,7 +76,7 @@ class Shapes:
     def state(self, cfg: ModelConfig, dtype: Any, rec_dtype: Any) -> ModelState:
         """The model's state in these shapes, abstract."""
         st = state.declare(cfg, dtype, pages=self.pages, page_size=self.page_size, slots=self.slots)
-        return st.replace(rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(rec_dtype)))
+        return dataclasses.replace(st, rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(rec_dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Sizes:
         )
 
 
-def choose(cfg: ModelConfig, weights: Params, device: jax.Device, config: EngineConfig) -> Sizes:
+def choose(cfg: ModelConfig, weights: Params, device: Any, config: EngineConfig) -> Sizes:
     """Fill in what the config leaves open. ValueError names the limit that cannot be met and what would fit."""
     cpu = device.platform == "cpu"
     seqs = config.max_num_seqs or (16 if cpu else 256)
@@ -167,7 +167,7 @@ def choose(cfg: ModelConfig, weights: Params, device: jax.Device, config: Engine
     return Sizes(scheduler, shapes, params.num_bytes(weights), page_bytes, slot_bytes, params.num_params(weights))
 
 
-def _budget(device: jax.Device, utilization: float, weight_bytes: int) -> int:
+def _budget(device: Any, utilization: float, weight_bytes: int) -> int:
     """Bytes for pages and slots."""
     stats = device.memory_stats()
     if device.platform == "cpu" or not stats or "bytes_limit" not in stats:

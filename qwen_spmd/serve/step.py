@@ -105,7 +105,7 @@ class Steps:
         from_slot_T = st.token[batch.read_slot_B[rows.seq_T]]
         tokens_T = jnp.where(batch.tokens_T == FROM_SLOT, from_slot_T, batch.tokens_T)
         hidden_TD, st, _ = self._forward(weights, st, tokens_T, rows)
-        st = st.replace(stopped=st.stopped.at[jnp.where(batch.fresh_B, batch.write_slot_B, 0)].set(False))
+        st = dataclasses.replace(st, stopped=st.stopped.at[jnp.where(batch.fresh_B, batch.write_slot_B, 0)].set(False))
         live_B = batch.emit_B & ~st.stopped[batch.read_slot_B]
         st, token_B, _ = self._sample(weights, st, hidden_TD[batch.q_start_B[1:] - 1], batch, live_B)
         return st, token_B[:, None]
@@ -118,7 +118,8 @@ class Steps:
 
         def body(carry: tuple) -> tuple:
             i, live_B, st, out = carry
-            now = batch.replace(
+            now = dataclasses.replace(
+                batch,
                 kv_len_B=jnp.where(live_B, batch.kv_len_B + i, 0),
                 read_slot_B=jnp.where(live_B, slot_B, 0),
                 write_slot_B=jnp.where(live_B, slot_B, 0),
@@ -146,7 +147,7 @@ class Steps:
         stop_B = jnp.any(token_B[:, None] == s.stop_ids_B, -1) & (pos_B >= s.min_len_B)
         stop_B = (stop_B | (pos_B + 1 >= s.max_len_B)) & live_B
         slot_B = jnp.where(live_B, batch.write_slot_B, 0)
-        st = st.replace(token=st.token.at[slot_B].set(token_B), stopped=st.stopped.at[slot_B].set(stop_B))
+        st = dataclasses.replace(st, token=st.token.at[slot_B].set(token_B), stopped=st.stopped.at[slot_B].set(stop_B))
         return st, jnp.where(live_B, token_B, NO_TOKEN), stop_B
 
 
@@ -155,7 +156,7 @@ def run_sequence(weights: Params, tokens: Sequence[int], cfg: ModelConfig) -> tu
     T = len(tokens)
     padded = np.zeros((1, max(CHUNK, 1 << (T - 1).bit_length())), np.int32)
     padded[0, :T] = tokens
-    logits, trace = _sequence(weights, padded, cfg, weights.embed.sharding.mesh)
+    logits, trace = _sequence(weights, padded, cfg, jax.typeof(weights.embed).sharding.mesh)
     trace = Trace(trace.hidden[:, 0, :T], jax.tree.map(lambda x: x[:, 0, :T], trace.routing))
     return logits[0, :T], trace
 
@@ -179,7 +180,7 @@ def to_batch(plan: StepPlan) -> Batch:
 
 def abstract_batch(T: int, B: int, pages_per_seq: int) -> Batch:
     """The shapes and dtypes of a Batch."""
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct  # stands for an Array
     i32, f32, flag = shape((B,), jnp.int32), shape((B,), jnp.float32), shape((B,), jnp.bool_)
     return Batch(
         tokens_T=shape((T,), jnp.int32),
@@ -217,7 +218,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._seen)
 
-    def _seen(self, event: str, duration: float, **_: Any) -> None:
+    def _seen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
 

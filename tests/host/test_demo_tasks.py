@@ -98,16 +98,28 @@ def test_encode_marks_what_the_assistant_says():
 
 
 def test_chunks_are_deterministic_and_whole():
-    buckets = (data.Bucket(64, 16, 2), data.Bucket(512, 12, 1))
-    steps = data.chunk(0, 3, 4, buckets)
-    again = data.chunk(0, 3, 4, buckets)
-    assert [[b.tokens_BT.shape for b in step] for step in steps] == [[(16, 64)], [(16, 64)], [(12, 512)]]
+    shapes = data.Shape(4, 512), data.Shape(1, 4096)
+    steps = data.chunk(0, 3, *shapes, 0.5)
+    again = data.chunk(0, 3, *shapes, 0.5)
+    assert [[b.tokens_BT.shape for b in step] for step in steps] == [[(4, 512), (1, 4096)]] + [[(4, 512)]] * 3
     pad = chat.tokenizer().token_to_id(data.PAD)
     for batch, same in zip(itertools.chain(*steps), itertools.chain(*again), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(batch, same, strict=True))
-        assert not (batch.spoken_BT & (batch.tokens_BT == pad)).any()
-        assert (batch.spoken_BT.any(1) == (batch.task_B >= 0)).all()
-    assert not np.array_equal(steps[0][0].tokens_BT, data.chunk(0, 4, 4, buckets)[0][0].tokens_BT)
+        assert ((batch.item_BT < 0) == (batch.task_BT < 0)).all()
+        assert (batch.tokens_BT[batch.item_BT < 0] == pad).all()
+        assert not batch.weight_BT[batch.item_BT < 0].any()
+        starts = np.diff(batch.item_BT, axis=1, prepend=-2) != 0  # of conversations and of the padding at the end
+        np.testing.assert_array_equal(batch.offset_BT == 0, starts)
+        for item in range(batch.item_BT[0].max() + 1):  # sqrt(n) for n tokens to predict
+            weights = batch.weight_BT[0][batch.item_BT[0] == item]
+            assert np.isclose(weights.sum(), np.count_nonzero(weights) ** 0.5)
+    assert not np.array_equal(steps[0][0].tokens_BT, data.chunk(0, 4, *shapes, 0.5)[0][0].tokens_BT)
+
+
+def test_a_conversation_longer_than_a_row_is_refused():
+    conversation = chat.encode(draw_dressed(random.Random(0))[1])
+    with pytest.raises(ValueError, match="a row 8"):
+        data.pack([(conversation, 0)], data.Shape(2, 8))
 
 
 CALL = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"

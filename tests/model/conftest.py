@@ -56,7 +56,6 @@ class Runner:
         self._free = list(np.random.default_rng(0).permutation(np.arange(1, pages)))
         self._slots = list(np.random.default_rng(1).permutation(np.arange(1, slots)))
 
-
     def sequence(self, tokens):
         n = -(-len(tokens) // self.page_size) + 4
         pages, self._free = self._free[:n], self._free[n:]

@@ -36,30 +36,6 @@ def gated_delta(
     return o_TUZ.astype(qkv_TC.dtype), conv, rec
 
 
-def sequences(
-    qkv_BTC: jax.Array,
-    b_BTU: jax.Array,
-    a_BTU: jax.Array,
-    conv_w_WC: jax.Array,
-    a_log_U: jax.Array,
-    dt_bias_U: jax.Array,
-    sizes: tuple[int, int, int],
-) -> jax.Array:
-    """The same for whole sequences without slots; differentiable. T must be a multiple of CHUNK. Returns o_BTUZ."""
-    (B, T, _), (U, Y, Z), W = qkv_BTC.shape, sizes, conv_w_WC.shape[0]
-    u = _convolve(jnp.pad(qkv_BTC, ((0, 0), (W - 1, 0), (0, 0))), conv_w_WC)
-    q, k, v = split_heads(jax.nn.silu(u), U, Y, Z)
-    g, beta = gates(b_BTU, a_BTU, a_log_U, dt_bias_U)
-    chunks = lambda x: x.reshape(B, T // CHUNK, CHUNK, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
-
-    def body(S: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array]:
-        o, S = jax.vmap(chunk)(*xs, S)
-        return S, o
-
-    _, o = jax.lax.scan(body, jnp.zeros((B, U, Y, Z)), tuple(map(chunks, (q, k, v, g, beta))))
-    return o.swapaxes(0, 1).reshape(B, T, U, Z).astype(qkv_BTC.dtype)
-
-
 def split_heads(u: jax.Array, U: int, Y: int, Z: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Channels [.., C] -> normalised and scaled q, normalised k (both [.., J, Y]) and v [.., U, Z], float32."""
     u = u.astype(jnp.float32)
@@ -154,18 +130,26 @@ def chunk(
     q, k = (jnp.repeat(x, U // x.shape[1], axis=1) for x in (q, k))
     q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
     G, beta = jnp.cumsum(g, 0).T, beta.T
-    lower = jnp.tri(c, dtype=bool)
-    # -inf before exp: above the diagonal the exponent is positive and may overflow.
-    decay = jnp.exp(jnp.where(lower, G[:, :, None] - G[:, None, :], -jnp.inf))
+    decay = decays(g.T)
     dot = lambda spec, *xs: jnp.einsum(spec, *xs, precision=HIGHEST)  # noqa: E731
     A = jnp.where(jnp.tri(c, k=-1, dtype=bool), beta[..., None] * dot("uiy,ujy->uij", k, k) * decay, 0)
     inverse = unit_lower_inverse(A) * beta[:, None]
     n = dot("uij,ujz->uiz", inverse, v - dot("uiy,uyz->uiz", jnp.exp(G)[..., None] * k, S))
     o = dot("uiy,uyz->uiz", jnp.exp(G)[..., None] * q, S)
     o += dot("uij,ujz->uiz", dot("uiy,ujy->uij", q, k) * decay, n)
-    last = G[:, -1:]
-    S = jnp.exp(last)[..., None] * S + dot("uiy,uiz->uyz", jnp.exp(last - G)[..., None] * k, n)
+    S = jnp.exp(G[:, -1:])[..., None] * S + dot("uiy,uiz->uyz", decay[:, -1, :, None] * k, n)
     return o.swapaxes(0, 1), S
+
+
+def decays(g: jax.Array) -> jax.Array:
+    """[.., c] log decays -> [.., c, c]: exp of the sum over tokens j+1 to i, 0 where j > i.
+
+    Sums over each segment, not differences of cumulated sums: those lose what is small beside a large decay.
+    """
+    c = g.shape[-1]
+    after = jnp.where(jnp.tri(c, k=-1, dtype=bool), g[..., :, None], 0)
+    segments = jnp.einsum("il,...lj->...ij", jnp.tri(c), after, precision=HIGHEST)
+    return jnp.exp(jnp.where(jnp.tri(c, dtype=bool), segments, -jnp.inf))
 
 
 def unit_lower_inverse(A: jax.Array) -> jax.Array:
@@ -207,7 +191,8 @@ def _chunked(
         xs = [jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, 0) for x in xs]
         slot = jnp.where(part == 0, rows.read_slot_B[seq], rows.write_slot_B[seq])
         S = jnp.where((part == 0) & rows.fresh_B[seq], 0, rec[layer, slot].astype(jnp.float32))
-        o, S = chunk(*xs, S)
+        q, k, v, g, beta = xs
+        o, S = chunk(q, k, v, g, beta, S)
         old = jax.lax.dynamic_slice_in_dim(o_TUZ, start, CHUNK)
         o = jnp.where(live[:, None, None], o, old)
         o_TUZ = jax.lax.dynamic_update_slice_in_dim(o_TUZ, o, start, 0)

@@ -12,10 +12,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qwen_spmd.pallas.gated_delta.reference import gates, split_heads, unit_lower_inverse
+from qwen_spmd.pallas.gated_delta.reference import decays, gates, split_heads, unit_lower_inverse
 
 FORGET = -40.0
-"""Log decay where a sequence starts: nothing of the one before is left, and sums of a few of them stay exact enough."""
+"""Log decay where a sequence starts: nothing of the one before is left."""
 
 
 def sequences(
@@ -51,21 +51,20 @@ def sequences(
 
     q, k, v, g, beta = map(chunks, (q, k, v, g, beta))
     G = jnp.cumsum(g, -1)
-    lower, strict = jnp.tri(size, dtype=bool), jnp.tri(size, k=-1, dtype=bool)
-    decay = jnp.exp(jnp.where(lower, G[..., :, None] - G[..., None, :], -jnp.inf))
+    strict = jnp.tri(size, k=-1, dtype=bool)
+    decay = decays(g)
     kt = jnp.swapaxes(k, -1, -2)
     A = jnp.where(strict, beta[..., None] * (k @ kt) * decay, 0)
     rhs = beta[..., None] * jnp.concatenate([v, jnp.exp(G)[..., None] * k], -1)
     solved = _inverse(A) @ rhs
     scores = (q @ kt) * decay
-    end = G[..., -1:]
     xs = (
         solved[..., :Z],
         solved[..., Z:],
         jnp.exp(G)[..., None] * q,
         scores,
-        jnp.exp(end - G)[..., None, :] * kt,
-        jnp.exp(end)[..., None],
+        decay[..., -1:, :] * kt,
+        jnp.exp(G[..., -1:])[..., None],
     )
 
     def step(S: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -30,15 +30,6 @@ def paged_attention(
     return _prefill(q_TNH, o_TNH, kv, layer, rows).astype(q_TNH.dtype), kv
 
 
-def sequences(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-    """The same for whole sequences without pages; differentiable. B sequences of T tokens each, all from position 0."""
-    B, T, _, H = q_BTNH.shape
-    q = q_BTNH.reshape(B, T, k_BTKH.shape[2], -1, H)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k_BTKH, preferred_element_type=jnp.float32) * H**-0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool), scores, MASKED), axis=-1).astype(v_BTKH.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BTKH).reshape(q_BTNH.shape)
-
-
 def _accumulate(carry: tuple, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> tuple:
     """One page of online softmax: q [.., M, H], k and v [.., S, H], mask [.., M, S]; carry max, sum, output."""
     m, s, o = carry
