@@ -215,7 +215,7 @@ class CompileCounter:
     """Counts XLA compilations in this process from when it is made. One after ready is a bug that a metric shows."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self._counting = 0, True
         jax.monitoring.register_event_duration_secs_listener(self._seen)
 
     def _seen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
@@ -223,4 +223,7 @@ class CompileCounter:
             self.count += 1
 
     def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._seen)
+        """Stop counting. Idempotent."""
+        if self._counting:
+            jax.monitoring.unregister_event_duration_listener(self._seen)
+        self._counting = False

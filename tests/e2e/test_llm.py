@@ -9,6 +9,7 @@ import pytest
 
 from qwen_spmd import LLM, SamplingParams
 from qwen_spmd.serve.engine import EngineStopped
+from qwen_spmd.serve.scheduler import Output
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -165,3 +166,16 @@ def test_a_bad_prompt_among_good_ones(llm):
 def test_no_such_model(tmp_path):
     with pytest.raises(ValueError, match="there is no such folder"):
         LLM(tmp_path / "none")
+
+
+def test_text_is_whole_when_the_engine_is_ahead(llm, monkeypatch):
+    """The loop may have ended a request before this side has read its first output."""
+
+    def submit(request):
+        request.output, request.finish_reason = [72, 73], "length"
+        llm._deliver([Output(request, [72])])
+        llm._deliver([Output(request, [73], "length")])
+
+    monkeypatch.setattr(llm.engine, "submit", submit)
+    answer = llm.generate([[1]], SamplingParams(max_tokens=2))[0]
+    assert answer.text == llm.tokenizer.decode([72, 73])
