@@ -128,10 +128,12 @@ def test_many_prompts(server):
 def test_stop_strings(server, stream):
     full = server.complete(seed=1, **RANDOM).choices[0].text
     stop = re.search(r"(?<=.{5})[!-~]{3}", full, re.DOTALL).group()
-    answer = server.complete(seed=1, stop=["never in it", stop], stream=stream, **RANDOM)
+    options = RANDOM | {"stop": ["never in it", stop], "max_tokens": CONTEXT - 20}
+    answer = server.complete(seed=1, stream=stream, **options)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == full[: full.index(stop)]
     assert choices[-1].finish_reason == "stop"
+    assert server.metric("vllm:num_requests_running") == 0
 
 
 def test_max_tokens(server):
