@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import queue
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def _kept(request: Request, text: TextStream) -> list[int]:
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process. Calls from several threads take turns.
 
         llm = LLM("Qwen/Qwen3-0.6B")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=50))[0].text
@@ -66,6 +67,7 @@ class LLM:
         self._names = itertools.count()
         self._random = random.Random(self.engine.config.seed)
         self._outputs: queue.SimpleQueue[list[Output]] = queue.SimpleQueue()
+        self._one_call = threading.Lock()  # outputs of two calls at once would mix
 
     @property
     def cfg(self) -> ModelConfig:
@@ -143,7 +145,7 @@ class LLM:
         streams = {r.id: TextStream(self.tokenizer, r.params) for r in requests}
         texts, running = dict.fromkeys(streams, ""), set(streams)
         waiting = iter(requests)
-        with tqdm(total=len(requests), unit="request", disable=not progress) as bar:
+        with self._one_call, tqdm(total=len(requests), unit="request", disable=not progress) as bar:
             try:
                 # No more in the queue than it takes; the rest follows as answers come.
                 for request in itertools.islice(waiting, self.engine.config.max_queue):
@@ -179,7 +181,7 @@ class LLM:
             prompt=ids,
             params=params,
             stop_ids=tuple(dict.fromkeys(model_ids + params.stop_token_ids)),
-            seed=(self._random.getrandbits(32) if params.seed is None else params.seed) % 2**32,
+            seed=(self._random.getrandbits(32) if params.seed in (None, -1) else params.seed) % 2**32,
             max_len=len(ids) + min(params.max_tokens or room, room),
         )
 

@@ -211,6 +211,12 @@ def _fan_in(leaf: Leaf) -> int:
     return int(np.prod([leaf.shape[leaf.dims.index(c)] for c in contracted]))
 
 
+def leaves_with_path(params: Params) -> list[tuple[str, jax.Array]]:
+    """("blocks.0.mixer.w_q", array) of every leaf."""
+    leaves, _ = jax.tree.flatten_with_path(params)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
 def num_params(params: Params) -> int:
     """Number of parameters, from arrays or abstract shapes."""
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))

@@ -101,12 +101,15 @@ class Engine:
 
     @property
     def weights(self) -> Params:
-        """The parameters; the next step uses what is assigned, which must have the same shapes and shardings."""
+        """The parameters. The next step uses what is assigned: the same tree, shapes, dtypes and shardings."""
         return self._steps.weights
 
     @weights.setter
     def weights(self, weights: Params) -> None:
-        self._steps.weights = weights
+        for (path, old), (_, new) in zip(*map(params.leaves_with_path, (self._steps.weights, weights)), strict=True):
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise ValueError(f"{path} is {new.dtype}{list(new.shape)}, it must be {old.dtype}{list(old.shape)}")
+        self._steps.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.sharding), self.weights, weights)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it can never run, QueueFull, EngineStopped. From any thread."""
@@ -114,9 +117,11 @@ class Engine:
             raise ValueError(f"prompt holds id {max(request.prompt)}, the vocabulary has {self.vocab_size}")
         with self._wake:
             if self._draining or self._stopping or self._error is not None:
-                raise EngineStopped(self._error or "the server is shutting down")
+                raise EngineStopped(self._error or "the engine was stopped")
             if request.id in self._requests:
                 raise ValueError(f"request id {request.id!r} is in use")
+            if not self._scheduler.has_work:
+                self._progress = time.monotonic()
             self._scheduler.add(request)
             self._requests[request.id] = request
             self._wake.notify()

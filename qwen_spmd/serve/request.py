@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
 import time
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ class SamplingParams:
     temperature     0 is greedy; below 1e-5 counts as 0
     top_k           0 or -1 is off
     top_p, min_p    1 and 0 are off
-    seed            None: a random one; with a seed, a request's tokens depend on nothing else
+    seed            None or -1: a random one; with a seed, a request's tokens depend on nothing else
     max_tokens      None: as many as the context has room for
     min_tokens      stop ids cannot come before this many tokens
     stop            strings that end the text; not part of it unless `include_stop_str_in_output`
@@ -45,6 +46,21 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {allowed}")
 
+        def is_int(value: object) -> bool:
+            return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            check(name, isinstance(value, numbers.Real) and not isinstance(value, bool), "a number")
+        for name in ("top_k", "min_tokens"):
+            check(name, is_int(getattr(self, name)), "an integer")
+        for name in ("seed", "max_tokens"):
+            check(name, getattr(self, name) is None or is_int(getattr(self, name)), "an integer or None")
+        # One string is one stop string, not its letters; lists are as good as tuples.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check("stop", all(isinstance(s, str) for s in self.stop), "a string or several")
+        check("stop_token_ids", all(map(is_int, self.stop_token_ids)), "integers")
         check("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100")
         check("top_k", self.top_k >= -1, "-1 or 0 (off) or positive")
         check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")

@@ -60,6 +60,20 @@ class EngineConfig:
     compilation_cache: Path | None = Path.home() / ".cache" / "qwen_spmd" / "programs"
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {allowed}")
+
+        check("dtype", self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32")
+        check("state_dtype", self.state_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
+        sizes = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "num_pages")
+        for name in (*sizes, "decode_window", "max_queue"):
+            value = getattr(self, name)
+            chosen = value is None and name in sizes
+            check(name, chosen or (isinstance(value, int) and value >= 1), "an integer of at least 1")
+        check("memory_utilization", 0 < self.memory_utilization <= 1, "above 0 and at most 1")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:

@@ -2,6 +2,7 @@
 """LLM on the demo model: generating, looking inside, changing parameters. Nothing depends on what it has learnt."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -179,3 +180,17 @@ def test_text_is_whole_when_the_engine_is_ahead(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "submit", submit)
     answer = llm.generate([[1]], SamplingParams(max_tokens=2))[0]
     assert answer.text == llm.tokenizer.decode([72, 73])
+
+
+def test_calls_from_threads_take_turns(llm):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    want = [llm.generate([[50 + i]] * 2, params) for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda i: llm.generate([[50 + i]] * 2, params), range(3))) == want
+
+
+def test_params_of_another_dtype_are_refused_and_change_nothing(llm):
+    old = llm.params
+    with pytest.raises(ValueError, match=r"norm is float"):
+        llm.params = old.replace(norm=old.norm.astype("float16"))
+    assert llm.params is old
