@@ -78,7 +78,7 @@ TABLE: dict[type, list[tuple[str, str, str]]] = {
     ],
 }
 # Routed experts come in two forms, and layers of one checkpoint may differ.
-FUSED = [("experts.gate_up_proj", "E,*M,D", "w_gate w_up"), ("experts.down_proj", "E,D,M", "w_down")]
+FUSED = [("experts.gate_up_proj", "Q,*M,D", "w_gate w_up"), ("experts.down_proj", "Q,D,M", "w_down")]
 PER_EXPERT = [
     ("experts.{}.gate_proj.weight", "M,D", "w_gate"),
     ("experts.{}.up_proj.weight", "M,D", "w_up"),

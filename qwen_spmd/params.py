@@ -22,9 +22,9 @@ import numpy as np
 from flax import struct
 
 from qwen_spmd.config import ModelConfig
-from qwen_spmd.mesh.rules import Layout
+from qwen_spmd.mesh.rules import SINGLE, Layout
 
-Init = Literal["normal", "zeros", "ones", "decay_rate", "decay_bias"]
+Init = Literal["normal", "zeros", "ones", "decay_rate", "decay_bias", "places"]
 
 
 def dims(letters: str, *, dtype: Any = None, init: Init = "normal") -> Any:
@@ -85,12 +85,17 @@ class Mlp:
 
 @struct.dataclass
 class Moe:
-    """E routed SwiGLU experts of width M and, in Qwen3.5, a shared one of width F behind a sigmoid gate."""
+    """E routed SwiGLU experts of width M and, in Qwen3.5, a shared one of width F behind a sigmoid gate.
+
+    The weights are in Q places: one for each expert, then copies and null experts, as `mesh/placement.py` has it.
+    places[l, e] are the A places of expert e in layer l; one with fewer copies is listed again. None: e is in place e.
+    """
 
     w_router: jax.Array = dims("LDE")
-    w_gate: jax.Array = dims("LEDM")
-    w_up: jax.Array = dims("LEDM")
-    w_down: jax.Array = dims("LEMD")
+    w_gate: jax.Array = dims("LQDM")
+    w_up: jax.Array = dims("LQDM")
+    w_down: jax.Array = dims("LQMD")
+    places: jax.Array | None = dims("LEA", dtype=jnp.int32, init="places")
     w_shared_gate: jax.Array | None = dims("LD")
     shared: Mlp | None = None
 
@@ -128,9 +133,10 @@ class Params:
     mtp: Mtp | None = None
 
 
-def declare(cfg: ModelConfig, dtype: Any) -> Params:
+def declare(cfg: ModelConfig, dtype: Any, layout: Layout = SINGLE) -> Params:
     """The Params tree with a `Leaf` in the place of each array."""
     sizes, dtype = cfg.dims(), jnp.dtype(dtype)
+    sizes |= {"Q": layout.places or sizes.get("E", 0), "A": layout.copies}
 
     def tree(cls: Callable[..., Any], L: int, **children: Any) -> Any:
         fields = {}
@@ -151,10 +157,10 @@ def declare(cfg: ModelConfig, dtype: Any) -> Params:
             mixer = tree(GatedDelta, L)
         if ffn_kind == "mlp":
             ffn = tree(Mlp, L)
-        elif cfg.moe is not None and cfg.moe.shared_width is not None:
-            ffn = tree(Moe, L, shared=tree(Mlp, L))
         else:
-            ffn = tree(Moe, L, w_shared_gate=None, shared=None)
+            assert cfg.moe is not None
+            shared = {"shared": tree(Mlp, L)} if cfg.moe.shared_width is not None else {"w_shared_gate": None}
+            ffn = tree(Moe, L, **shared, **({} if layout.copies else {"places": None}))
         return tree(Block, L, mixer=mixer, ffn=ffn)
 
     return tree(
@@ -166,9 +172,9 @@ def declare(cfg: ModelConfig, dtype: Any) -> Params:
     )
 
 
-def abstract(cfg: ModelConfig, dtype: Any) -> Params:
+def abstract(cfg: ModelConfig, dtype: Any, layout: Layout = SINGLE) -> Params:
     """Params as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), declare(cfg, dtype))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), declare(cfg, dtype, layout))
 
 
 def abstract_like(params: Params) -> Params:
@@ -178,12 +184,12 @@ def abstract_like(params: Params) -> Params:
 
 def specs(cfg: ModelConfig, layout: Layout) -> Params:
     """Params of `PartitionSpec`s: each leaf's letters looked up in the layout."""
-    return jax.tree.map(lambda leaf: layout.spec(leaf.dims), declare(cfg, jnp.float32))
+    return jax.tree.map(lambda leaf: layout.spec(leaf.dims), declare(cfg, jnp.float32, layout))
 
 
-def init(cfg: ModelConfig, dtype: Any, key: jax.Array) -> Params:
+def init(cfg: ModelConfig, dtype: Any, key: jax.Array, layout: Layout = SINGLE) -> Params:
     """Random parameters: matrices normal with standard deviation fan_in**-0.5 (embeddings 0.02), norms neutral."""
-    leaves, tree = jax.tree.flatten(declare(cfg, dtype))
+    leaves, tree = jax.tree.flatten(declare(cfg, dtype, layout))
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(tree, [_init_leaf(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
 
@@ -194,6 +200,8 @@ def _init_leaf(leaf: Leaf, key: jax.Array) -> jax.Array:
             return jnp.zeros(leaf.shape, leaf.dtype)
         case "ones":
             return jnp.ones(leaf.shape, leaf.dtype)
+        case "places":  # expert e in place e
+            return jnp.broadcast_to(jnp.arange(leaf.shape[1], dtype=leaf.dtype)[:, None], leaf.shape)
         case "decay_rate":  # A in [1, 16], as Mamba-2 starts
             return jnp.log(jax.random.uniform(key, leaf.shape, leaf.dtype, 1.0, 16.0))
         case "decay_bias":  # softplus(dt_bias) log-uniform in [1e-3, 1e-1]
@@ -205,8 +213,8 @@ def _init_leaf(leaf: Leaf, key: jax.Array) -> jax.Array:
 
 
 def _fan_in(leaf: Leaf) -> int:
-    """Size of the axes that a matrix contracts: D going in; otherwise all but the leading L, E and the last D."""
-    kept = leaf.dims.lstrip("LE")
+    """Size of the axes that a matrix contracts: D going in; otherwise all but the leading L, Q and the last D."""
+    kept = leaf.dims.lstrip("LQ")
     contracted = "D" if kept[0] == "D" else "W" if kept[0] == "W" else kept[:-1]
     return int(np.prod([leaf.shape[leaf.dims.index(c)] for c in contracted]))
 

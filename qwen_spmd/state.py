@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.mesh.rules import SINGLE, Layout
 from qwen_spmd.params import dims
 
 MAX_STOP_IDS = 16
@@ -35,6 +36,11 @@ class ModelState:
     rec      [L, R, U, Y, Z]    float32; the recurrent matrices
     token    [R]                int32; the token last sampled in each slot
     stopped  [R]                bool; its sequence has sampled a stop token or reached its length limit
+    load     [I, L, Q]          int32, wraps; rows that each place for experts has computed since the start, by the
+                                independent groups of `dp`
+
+    P and R count the pages and slots of all ranks, each of which numbers its own from 0 and has a null one. K is at
+    least one for each rank of `tp`.
     """
 
     kv: jax.Array = dims("LPK2SH")
@@ -42,6 +48,7 @@ class ModelState:
     rec: jax.Array = dims("LRUYZ", dtype=jnp.float32)
     token: jax.Array = dims("R", dtype=jnp.int32)
     stopped: jax.Array = dims("R", dtype=jnp.bool_)
+    load: jax.Array = dims("ILQ", dtype=jnp.int32)
 
 
 @struct.dataclass
@@ -148,14 +155,18 @@ def ragged(batch: Batch, page_size: int, *, one_token: bool = False) -> Ragged:
     )
 
 
-def declare(cfg: ModelConfig, dtype: Any, *, pages: int, page_size: int, slots: int) -> ModelState:
-    """ModelState as `jax.ShapeDtypeStruct`s, for `pages` KV pages of `page_size` tokens and `slots` sequences.
+def declare(
+    cfg: ModelConfig, dtype: Any, *, pages: int, page_size: int, slots: int, layout: Layout = SINGLE
+) -> ModelState:
+    """ModelState as `jax.ShapeDtypeStruct`s, for `pages` KV pages of `page_size` tokens and `slots` sequences a rank.
 
     Both counts include the null page and slot. A model without layers of a kind has arrays with L = 0.
     """
-    sizes = {"U": 0, "Y": 0, "Z": 0, "C": 0, "W": 1} | cfg.dims()
-    sizes |= {"W": sizes["W"] - 1, "P": pages, "S": page_size, "R": slots, "2": 2}
-    layers = {"kv": cfg.count("attention"), "conv": cfg.count("gated_delta"), "rec": cfg.count("gated_delta")}
+    sizes = {"U": 0, "Y": 0, "Z": 0, "C": 0, "W": 1, "E": 0} | cfg.dims()
+    sizes |= {"W": sizes["W"] - 1, "P": pages * layout.ranks, "S": page_size, "R": slots * layout.ranks, "2": 2}
+    sizes |= {"K": layout.kv_heads or sizes["K"], "Q": layout.places or sizes["E"], "I": layout.dp}
+    gdn, moe = cfg.count("gated_delta"), cfg.periods * sum(ffn == "moe" for _, ffn in cfg.pattern)
+    layers = {"kv": cfg.count("attention"), "conv": gdn, "rec": gdn, "load": moe}
     return ModelState(
         **{
             f.name: jax.ShapeDtypeStruct(
@@ -165,3 +176,9 @@ def declare(cfg: ModelConfig, dtype: Any, *, pages: int, page_size: int, slots: 
             for f in dataclasses.fields(ModelState)  # type: ignore[arg-type]
         }
     )
+
+
+def specs(layout: Layout) -> ModelState:
+    """ModelState of `PartitionSpec`s."""
+    fields = dataclasses.fields(ModelState)  # type: ignore[arg-type]
+    return ModelState(**{f.name: layout.state_spec(f.metadata["dims"]) for f in fields})

@@ -3,7 +3,7 @@
 
 dp  independent groups of tokens
 ep  experts; outside the experts, tokens too
-tp  heads, FFN width, vocabulary
+tp  heads, FFN width, vocabulary; experts too
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from jax.sharding import AxisType, Mesh
 
 AXES = ("dp", "ep", "tp")
 
+RANKS = ("dp", "ep")
+"""The axes whose places each own requests, pages and slots: a rank is an index over them."""
+
+EXPERTS = ("ep", "tp")
+"""The axes that experts are spread over."""
+
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `dp * ep * tp` devices, by default the first ones of this process's platform."""
+    """A mesh of `dp * ep * tp` devices, by default the first ones of this process's platform, in JAX's order."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < dp * ep * tp:
         raise ValueError(f"mesh: dp={dp} ep={ep} tp={tp} needs {dp * ep * tp} devices, there are {len(devices)}")
