@@ -120,9 +120,9 @@ class ModelConfig:
         r = max(r for r, run in enumerate(self.runs) if run.start <= i)
         return r, period * self.runs[r].count + i - self.runs[r].start
 
-    def count(self, mixer: Mixer) -> int:
-        """Layers of the model (MTP not counted) whose mixer is `mixer`."""
-        return self.periods * sum(kind == mixer for kind, _ in self.pattern)
+    def count(self, kind: Mixer | Ffn) -> int:
+        """Layers of the model (MTP not counted) whose mixer or feed-forward is of this kind."""
+        return self.periods * sum(kind in layer for layer in self.pattern)
 
     def dims(self) -> dict[str, int]:
         """The letter table: sizes of every letter that a parameter or a state array declares, except L, P, S, R."""

@@ -138,7 +138,7 @@ class LLM:
         ids = self.tokenizer.encode(tokens) if isinstance(tokens, str) else list(tokens)
         if not ids or not 0 <= min(ids) <= max(ids) < self.cfg.vocab_size:
             raise ValueError(f"tokens must be at least one id, each from 0 to {self.cfg.vocab_size - 1}")
-        return run_sequence(self.params, ids, self.cfg)
+        return run_sequence(self.params, ids, self.cfg, self.engine.layout)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams], progress: bool) -> list[Completion]:
         requests = [self._request(ids, p) for ids, p in zip(prompts, params, strict=True)]

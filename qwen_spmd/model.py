@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass: the order of the layers, written once.
 
-`forward` runs one step of a ragged batch on pages and slots. `forward_sequences` runs whole sequences without any
-state and is differentiable; training uses it. Not here: jit, shard_map, meshes, sampling.
+`forward` runs one step of a ragged batch on pages and slots; it is one device's part and runs inside shard_map.
+`forward_sequences` runs whole sequences without any state, on whole parameters, and is differentiable; training uses
+it. Not here: jit, shard_map, meshes, sampling.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from flax import struct
 
 from qwen_spmd.config import ModelConfig, Run
 from qwen_spmd.layers.attention import attention, attention_sequences
-from qwen_spmd.layers.embed import embed, unembed
+from qwen_spmd.layers.embed import embed, embed_shared, unembed, unembed_shared
 from qwen_spmd.layers.gated_delta import gated_delta, gated_delta_sequences
 from qwen_spmd.layers.linear import einsum
 from qwen_spmd.layers.mlp import mlp
-from qwen_spmd.layers.moe import Routing, moe, moe_sequences
+from qwen_spmd.layers.moe import Route, Routing, moe, moe_sequences
 from qwen_spmd.layers.norm import rms_norm
 from qwen_spmd.layers.rope import angles
 from qwen_spmd.pallas import Impl
 from qwen_spmd.params import Attention, Block, GatedDelta, Mlp, Moe, Params
 from qwen_spmd.state import ModelState, Ragged
 
-__all__ = ["Trace", "forward", "forward_sequences", "mtp_sequences", "unembed"]
+__all__ = ["Trace", "forward", "forward_sequences", "mtp_sequences", "unembed", "unembed_shared"]
+
+
+DEFAULT_ROUTE = Route()
 
 
 @struct.dataclass
@@ -46,14 +50,17 @@ def forward(
     *,
     cfg: ModelConfig,
     impl: Impl,
+    route: Route = DEFAULT_ROUTE,
     trace: bool = False,
 ) -> tuple[jax.Array, ModelState, Trace | None]:
     """One step: tokens [T] -> hidden [T, D] after the last norm, the updated state, and what `trace` asked for."""
     cos_sin = angles(rows.pos_T, cfg.rope)
 
-    def layer(block: Block, l: jax.Array, n: jax.Array, carry: tuple) -> tuple[tuple, tuple[jax.Array, Routing | None]]:
-        """Layer `l` of the stack `block`, the model's n-th of its kind of mixer."""
-        x, kv, conv, rec = carry
+    def layer(
+        block: Block, l: jax.Array, n: jax.Array, m: jax.Array, carry: tuple
+    ) -> tuple[tuple, tuple[jax.Array, Routing | None]]:
+        """Layer `l` of the stack `block`, the model's n-th of its kind of mixer and, if it is MoE, m-th of these."""
+        x, kv, conv, rec, load = carry
         h = _norm(x, block.mixer_norm[l], cfg)
         if isinstance(block.mixer, Attention):
             y, kv = attention(block.mixer, l, h, cos_sin, kv, n, rows, cfg=cfg, impl=impl)
@@ -62,29 +69,31 @@ def forward(
         x = x + y
         h = _norm(x, block.ffn_norm[l], cfg)
         if isinstance(block.ffn, Mlp):
-            y, routing = mlp(block.ffn, l, h), None
+            y, routing = jax.lax.psum(mlp(block.ffn, l, h), "tp"), None
         else:
-            y, routing = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl)
+            y, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
+            load = load.at[0, m].add(load_Q)
         x = x + y
-        return (x, kv, conv, rec), (x, routing)
+        return (x, kv, conv, rec, load), (x, routing)
 
     def period(carry: tuple, i: jax.Array) -> tuple[tuple, Any]:
-        seen, before = [], {"attention": 0, "gated_delta": 0}
+        seen, before = [], {"attention": 0, "gated_delta": 0, "mlp": 0, "moe": 0}
         for block, run in zip(params.blocks, cfg.runs, strict=True):
 
             def body(carry: tuple, j: jax.Array, block: Block = block, run: Run = run) -> tuple[tuple, Any]:
-                n = i * (cfg.count(run.mixer) // cfg.periods) + before[run.mixer] + j
-                carry, out = layer(block, i * run.count + j, n, carry)
+                n, m = (i * (cfg.count(kind) // cfg.periods) + before[kind] + j for kind in (run.mixer, run.ffn))
+                carry, out = layer(block, i * run.count + j, n, m, carry)
                 return carry, out if trace else None
 
             carry, out = jax.lax.scan(body, carry, jnp.arange(run.count))
             before[run.mixer] += run.count
+            before[run.ffn] += run.count
             seen.append(out)
         return carry, seen
 
-    carry = (embed(params, tokens_T), state.kv, state.conv, state.rec)
-    (x, kv, conv, rec), seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
-    state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec)
+    carry = (embed_shared(params, tokens_T), state.kv, state.conv, state.rec, state.load)
+    (x, kv, conv, rec, load), seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
+    state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec, load=load)
     return _norm(x, params.norm, cfg), state, _trace(seen) if trace else None
 
 

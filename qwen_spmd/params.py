@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
 
 from qwen_spmd.config import ModelConfig
 from qwen_spmd.mesh.rules import SINGLE, Layout
@@ -219,15 +220,37 @@ def _fan_in(leaf: Leaf) -> int:
     return int(np.prod([leaf.shape[leaf.dims.index(c)] for c in contracted]))
 
 
-def leaves_with_path(params: Params) -> list[tuple[str, jax.Array]]:
+def leaves_with_path(params: Params) -> list[tuple[str, Any]]:
     """("blocks.0.mixer.w_q", array) of every leaf."""
     leaves, _ = jax.tree.flatten_with_path(params)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
+def place(whole: Params, cfg: ModelConfig, mesh: Mesh, layout: Layout) -> Params:
+    """Whole parameters (SINGLE's shapes) in a layout on a mesh, expert e in place e. They pass through the host."""
+
+    arrays = dict(leaves_with_path(whole))
+
+    def put(path: str, leaf: Leaf) -> jax.Array:
+        x = np.asarray(arrays[path] if path in arrays else _init_leaf(leaf, jax.random.key(0)))
+        null = [(0, n - held) for n, held in zip(leaf.shape, x.shape, strict=True)]
+        return jax.device_put(np.pad(x, null), NamedSharding(mesh, layout.spec(leaf.dims)))
+
+    declared = declare(cfg, whole.embed.dtype, layout)
+    placed = [put(path, leaf) for path, leaf in leaves_with_path(declared)]
+    return jax.tree.unflatten(jax.tree.structure(declared), placed)
+
+
 def num_params(params: Params) -> int:
     """Number of parameters, from arrays or abstract shapes."""
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
+
+
+def device_bytes(params: Params) -> int:
+    """Bytes that one device holds, from arrays or abstract shapes with their shardings."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(params)
+    )
 
 
 def num_bytes(tree: Any) -> int:

@@ -165,8 +165,8 @@ def declare(
     sizes = {"U": 0, "Y": 0, "Z": 0, "C": 0, "W": 1, "E": 0} | cfg.dims()
     sizes |= {"W": sizes["W"] - 1, "P": pages * layout.ranks, "S": page_size, "R": slots * layout.ranks, "2": 2}
     sizes |= {"K": layout.kv_heads or sizes["K"], "Q": layout.places or sizes["E"], "I": layout.dp}
-    gdn, moe = cfg.count("gated_delta"), cfg.periods * sum(ffn == "moe" for _, ffn in cfg.pattern)
-    layers = {"kv": cfg.count("attention"), "conv": gdn, "rec": gdn, "load": moe}
+    gdn = cfg.count("gated_delta")
+    layers = {"kv": cfg.count("attention"), "conv": gdn, "rec": gdn, "load": cfg.count("moe")}
     return ModelState(
         **{
             f.name: jax.ShapeDtypeStruct(

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention mixer: projections, qk-norm, rope, attention, output gate, output projection."""
+"""Attention mixer: projections, qk-norm, rope, attention, output gate, output projection.
+
+The step form works on a rank's share of the heads; where there are fewer KV heads than ranks of `tp`, several ranks
+hold the same one, and the weights of all.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +36,43 @@ def attention(
     impl: Impl,
 ) -> tuple[jax.Array, jax.Array]:
     """One step of layer `l` of this stack, whose pages are `kv[layer]`. Returns [T, D] and kv."""
-    q, k, v = _project(p, l, x_TD, cos_sin, cfg)
+    q, k, v = _project(p, _kv_weights(p, l, kv.shape[2]), l, x_TD, cos_sin, cfg)
     o_TNH, kv = paged_attention(q, k, v, kv, layer, rows, impl=impl)
-    return _output(p, l, x_TD, o_TNH), kv
+    return jax.lax.psum(_output(p, l, x_TD, o_TNH), "tp"), kv
 
 
 def attention_sequences(
     p: Attention, l: jax.Array, x_BTD: jax.Array, cos_sin: CosSin, offset_T: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:
     """The same over whole sequences, differentiable."""
-    return _output(p, l, x_BTD, sequences(*_project(p, l, x_BTD, cos_sin, cfg), offset_T))
+    q, k, v = _project(p, (p.w_k[l], p.w_v[l]), l, x_BTD, cos_sin, cfg)
+    return _output(p, l, x_BTD, sequences(q, k, v, offset_T))
+
+
+def _kv_weights(p: Attention, l: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+    """`w_k[l]` and `w_v[l]` of the `heads` KV heads whose pages are here."""
+    w_k, w_v = p.w_k[l], p.w_v[l]
+    held = w_k.shape[1]
+    if held == heads:
+        return w_k, w_v
+    assert heads == 1, "either a rank holds its own heads' weights, or those of all and the pages of one"
+    head = jax.lax.axis_index("tp") * held // jax.lax.axis_size("tp")
+    return jax.lax.dynamic_slice_in_dim(w_k, head, 1, 1), jax.lax.dynamic_slice_in_dim(w_v, head, 1, 1)
 
 
 def _project(
-    p: Attention, l: jax.Array, x: jax.Array, cos_sin: CosSin, cfg: ModelConfig
+    p: Attention,
+    w_kv: tuple[jax.Array, jax.Array],
+    l: jax.Array,
+    x: jax.Array,
+    cos_sin: CosSin,
+    cfg: ModelConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    w_k, w_v = w_kv
     norm = {"eps": cfg.norm_eps, "zero_centred": cfg.zero_centred_norms}
     q = rms_norm(einsum("...d,dnh->...nh", x, p.w_q[l]), p.q_norm[l], **norm)
-    k = rms_norm(einsum("...d,dkh->...kh", x, p.w_k[l]), p.k_norm[l], **norm)
-    return rotate(q, cos_sin), rotate(k, cos_sin), einsum("...d,dkh->...kh", x, p.w_v[l])
+    k = rms_norm(einsum("...d,dkh->...kh", x, w_k), p.k_norm[l], **norm)
+    return rotate(q, cos_sin), rotate(k, cos_sin), einsum("...d,dkh->...kh", x, w_v)
 
 
 def _output(p: Attention, l: jax.Array, x: jax.Array, o: jax.Array) -> jax.Array:

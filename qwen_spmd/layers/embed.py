@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token embedding and its reverse."""
+"""Token embedding and its reverse. The forms for a step have a rank's share of the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,10 +15,24 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return _rows(params.embed, tokens)
 
 
+def embed_shared(params: Params, tokens: jax.Array) -> jax.Array:
+    """`embed` where `tp` shares the rows of the vocabulary."""
+    V = params.embed.shape[0]
+    local = jnp.clip(tokens, 0, V * jax.lax.axis_size("tp") - 1) - V * jax.lax.axis_index("tp")
+    here = (local >= 0) & (local < V)
+    return jax.lax.psum(jnp.where(here[..., None], embed(params, local), 0), "tp")
+
+
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
     """[.., D] after the last norm -> float32 logits [.., V]."""
     head_VD = params.embed if params.lm_head is None else params.lm_head
     return einsum("...d,vd->...v", hidden, head_VD, out_dtype=jnp.float32)
+
+
+def unembed_shared(params: Params, hidden: jax.Array) -> jax.Array:
+    """`unembed` where `tp` shares the rows of the vocabulary; every rank gets all logits."""
+    logits = unembed(params, hidden)
+    return jax.lax.all_gather(logits, "tp", axis=logits.ndim - 1, tiled=True, to="invarying")
 
 
 @jax.custom_vjp

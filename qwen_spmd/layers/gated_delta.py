@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet mixer: projections, the core (convolution, gates, recurrence), gated norm, output projection."""
+"""Gated DeltaNet mixer: projections, the core (convolution, gates, recurrence), gated norm, output projection.
+
+The step form works on a rank's share of the heads.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One step of layer `l` of this stack, whose states are `conv[layer]` and `rec[layer]`. Returns [T, D] and both."""
     o, conv, rec = core(*_project(p, l, x_TD), p.conv[l], p.a_log[l], p.dt_bias[l], conv, rec, layer, rows, impl=impl)
-    return _output(p, l, x_TD, o, cfg), conv, rec
+    return jax.lax.psum(_output(p, l, x_TD, o, cfg), "tp"), conv, rec
 
 
 def gated_delta_sequences(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: route, sort rows by expert, grouped SwiGLU, weighted sum, shared expert."""
+"""Mixture of experts: the router, the routed experts wherever they are, the shared expert."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from flax import struct
 from qwen_spmd.config import Moe as MoeConfig
 from qwen_spmd.layers.linear import einsum
 from qwen_spmd.layers.mlp import mlp
+from qwen_spmd.layers.moe_routes import NOWHERE, Route, routed
+from qwen_spmd.mesh.axes import RANKS
 from qwen_spmd.pallas import Impl
-from qwen_spmd.pallas.grouped_mlp import grouped_mlp
 from qwen_spmd.params import Moe
+
+__all__ = ["Route", "Routing", "moe", "moe_sequences", "router"]
 
 
 @struct.dataclass
@@ -24,7 +27,7 @@ class Routing:
     logits_TE: jax.Array
 
 
-def route(p: Moe, l: jax.Array, x: jax.Array, cfg: MoeConfig) -> Routing:
+def router(p: Moe, l: jax.Array, x: jax.Array, cfg: MoeConfig) -> Routing:
     """Softmax over all experts, then the top X; renormalised where the model does. Ties: the lower index."""
     logits = einsum("...d,de->...e", x, p.w_router[l], out_dtype=jnp.float32)
     gates, experts = jax.lax.top_k(jax.nn.softmax(logits), cfg.experts_per_token)
@@ -34,25 +37,26 @@ def route(p: Moe, l: jax.Array, x: jax.Array, cfg: MoeConfig) -> Routing:
 
 
 def moe(
-    p: Moe, l: jax.Array, x_TD: jax.Array, valid_T: jax.Array, *, cfg: MoeConfig, impl: Impl
-) -> tuple[jax.Array, Routing]:
-    """[T, D] -> [T, D]. Padding rows go to no expert and come back as zeros."""
-    routing = route(p, l, x_TD, cfg)
-    (T, X), E = routing.experts_TX.shape, cfg.num_experts
-    experts = jnp.where(valid_T[:, None], routing.experts_TX, E).reshape(-1)
-    order = jnp.argsort(experts, stable=True)
-    sizes_E = jnp.bincount(experts, length=E)  # rows of expert E, the padding, are counted nowhere
-    y = grouped_mlp(x_TD[order // X], sizes_E, p.w_gate, p.w_up, p.w_down, l, impl=impl)
-    y_TXD = jnp.zeros_like(y).at[order].set(y).reshape(T, X, -1)
+    p: Moe, l: jax.Array, x_TD: jax.Array, valid_T: jax.Array, *, cfg: MoeConfig, impl: Impl, route: Route
+) -> tuple[jax.Array, Routing, jax.Array]:
+    """[T, D] -> [T, D], the same on all of `tp`; the routing; int32 [Q], rows that each own place has computed.
+
+    Runs inside shard_map, on a rank's rows and a device's share of the weights; x must be typed as varying over `ep`.
+    Padding rows (valid_T False) go to no expert and come back as zeros, whatever they hold.
+    """
+    routing = router(p, l, x_TD, cfg)
+    places_TX = jnp.where(valid_T[:, None], _places(p, l, routing.experts_TX), NOWHERE)
     gates_TX = jnp.where(valid_T[:, None], routing.gates_TX, 0)
-    y_TD = jnp.einsum("txd,tx->td", y_TXD.astype(jnp.float32), gates_TX, precision=jax.lax.Precision.HIGHEST)
-    shared = jnp.where(valid_T[:, None], _shared(p, l, x_TD), 0)
-    return (y_TD + shared).astype(x_TD.dtype), routing
+    # Needs nothing that travels, so it can be computed meanwhile.
+    shared_TD = jnp.where(valid_T[:, None], _shared(p, l, x_TD), 0)
+    y_TD, load_Q = routed(p, l, x_TD, places_TX, gates_TX, impl=impl, route=route)
+    y_TD = (y_TD.astype(jnp.float32) + shared_TD).astype(x_TD.dtype)
+    return jax.lax.psum(y_TD, "tp"), routing, load_Q
 
 
 def moe_sequences(p: Moe, l: jax.Array, x_BTD: jax.Array, *, cfg: MoeConfig) -> tuple[jax.Array, Routing]:
-    """The same for training, differentiable: every expert sees every row, the gates choose."""
-    routing = route(p, l, x_BTD, cfg)
+    """The same for training, differentiable, on whole weights: every expert sees every row, the gates choose."""
+    routing = router(p, l, x_BTD, cfg)
     one_hot = jax.nn.one_hot(routing.experts_TX, cfg.num_experts, dtype=jnp.float32)
     gates_BTE = jnp.sum(one_hot * routing.gates_TX[..., None], -2).astype(x_BTD.dtype)
     h = jax.nn.silu(einsum("btd,edm->btem", x_BTD, p.w_gate[l])) * einsum("btd,edm->btem", x_BTD, p.w_up[l])
@@ -60,8 +64,16 @@ def moe_sequences(p: Moe, l: jax.Array, x_BTD: jax.Array, *, cfg: MoeConfig) -> 
     return y + _shared(p, l, x_BTD).astype(y.dtype), routing
 
 
+def _places(p: Moe, l: jax.Array, experts_TX: jax.Array) -> jax.Array:
+    """A place of each expert. Rows and ranks take turns among its copies."""
+    if p.places is None:
+        return experts_TX
+    turn_T = jnp.arange(experts_TX.shape[0]) + jax.lax.axis_index(RANKS)
+    return p.places[l, experts_TX, turn_T[:, None] % p.places.shape[2]]
+
+
 def _shared(p: Moe, l: jax.Array, x: jax.Array) -> jax.Array:
-    """The shared expert behind its gate, float32; 0 where the model has none."""
+    """The shared expert behind its gate, float32, of the columns that are here; 0 where the model has none."""
     if p.shared is None or p.w_shared_gate is None:
         return jnp.zeros((1,) * x.ndim, jnp.float32)
     gate = jax.nn.sigmoid(einsum("...d,d->...", x, p.w_shared_gate[l], out_dtype=jnp.float32))

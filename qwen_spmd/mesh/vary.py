@@ -11,10 +11,10 @@ def vary_like[Tree](tree: Tree, *like: jax.Array) -> Tree:
 
     A loop's carry must begin with the type that its body returns; constants begin as the same everywhere.
     """
-    axes = frozenset().union(*(jax.typeof(x).vma for x in like))
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in like))
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - jax.typeof(x).vma)
+        missing = tuple(axes - jax.typeof(x).mat.varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)

@@ -19,17 +19,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from qwen_spmd import checkpoint, params
 from qwen_spmd.config import ModelConfig, load_config
 from qwen_spmd.mesh.axes import make_mesh
-from qwen_spmd.mesh.rules import SINGLE
 from qwen_spmd.params import Params
 from qwen_spmd.serve.blocks import Blocks
 from qwen_spmd.serve.request import FinishReason, Request
 from qwen_spmd.serve.scheduler import Output, Scheduler, StepPlan
-from qwen_spmd.serve.sizes import EngineConfig, choose
+from qwen_spmd.serve.sizes import EngineConfig, choose, make_layout
 from qwen_spmd.serve.step import CompileCounter, Steps, use_compilation_cache
 
 log = logging.getLogger(__name__)
@@ -41,10 +39,18 @@ class EngineStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """A snapshot. `step_age_s`: seconds since the loop last made progress while it has work, 0 when idle."""
+    """A snapshot.
+
+    step_age_s        seconds since the loop last made progress while it has work, 0 when idle
+    rank_imbalance    tokens of the busiest rank over those of the mean one, averaged over steps; 1 is even
+    expert_imbalance  rows of the busiest device's experts over those of the mean one, in the last while; 1 is even
+    """
 
     running: int
     waiting: int
+    running_by_rank: tuple[int, ...]
+    rank_imbalance: float
+    expert_imbalance: float
     kv_usage: float
     slot_usage: float
     step_age_s: float
@@ -69,15 +75,18 @@ class Engine:
         self._compiles = CompileCounter()
         if config.compilation_cache is not None:
             use_compilation_cache(config.compilation_cache)
-        mesh = make_mesh()
-        self.sizes = choose(cfg, weights, mesh.devices.flat[0], config)
+        self.layout = make_layout(cfg, config)
+        mesh = make_mesh(config.dp, config.ep, config.tp)
+        self.sizes = choose(cfg, weights, mesh.local_devices[0], self.layout, config)
         if config.progress:
             print(self.sizes, file=sys.stderr)
         self.max_model_len, self.vocab_size = self.sizes.scheduler.max_model_len, cfg.vocab_size
         shapes = self.sizes.shapes
-        self._steps = Steps(cfg, weights, mesh, SINGLE, shapes, weights.embed.dtype, jnp.dtype(config.state_dtype))
+        dtypes = weights.embed.dtype, jnp.dtype(config.state_dtype)
+        self._steps = Steps(cfg, weights, mesh, self.layout, shapes, *dtypes, make_route(mesh, config))
         self._steps.compile(progress=config.progress)
-        self._scheduler = Scheduler(self.sizes.scheduler, Blocks(shapes.pages, shapes.page_size, shapes.slots))
+        blocks = [Blocks(shapes.pages, shapes.page_size, shapes.slots) for _ in range(self.layout.ranks)]
+        self._scheduler = Scheduler(self.sizes.scheduler, blocks)
         self.deliver: Callable[[list[Output]], None] = lambda outputs: None
         self._wake = threading.Condition()
         self._requests: dict[str, Request] = {}
@@ -91,12 +100,12 @@ class Engine:
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig) -> Engine:
-        """Load a checkpoint folder (Hugging Face layout), plan, compile and start."""
+        """Load a checkpoint folder, plan, compile and start."""
         cfg = load_config(folder, config.hf_overrides)
         dtype = jnp.dtype(cfg.dtype if config.dtype == "auto" else config.dtype)
-        mesh, specs = make_mesh(), params.specs(cfg, SINGLE)
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        weights = checkpoint.load(folder, cfg, dtype=dtype, shardings=shardings, progress=config.progress)
+        layout = make_layout(cfg, config)
+        mesh = make_mesh(config.dp, config.ep, config.tp)
+        weights = checkpoint.load(folder, cfg, dtype=dtype, mesh=mesh, layout=layout, progress=config.progress)
         return cls(cfg, weights, config)
 
     @property
@@ -141,8 +150,10 @@ class Engine:
             return Stats(
                 running=s.num_running,
                 waiting=s.num_waiting,
-                kv_usage=blocks.page_usage,
-                slot_usage=blocks.slot_usage,
+                running_by_rank=tuple(s.running_by_rank),
+                rank_imbalance=s.imbalance,
+                kv_usage=sum(b.page_usage for b in blocks) / len(blocks),
+                slot_usage=sum(b.slot_usage for b in blocks) / len(blocks),
                 step_age_s=time.monotonic() - self._progress if s.has_work else 0.0,
                 steps=self._steps_done,
                 preemptions=s.preemptions,
@@ -199,7 +210,7 @@ class Engine:
             plan = None if self._stopping else self._scheduler.schedule()
             outputs, self._undelivered = self._undelivered, []
         if plan is not None:
-            flight.append((plan, self._steps.run(plan)))
+            flight.append((plan, self._steps.run(self._steps.pack(plan))))
         if flight and (plan is None or len(flight) > 1):
             done, tokens = flight.popleft()
             tokens = np.asarray(tokens)  # waits for the step

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from qwen_spmd import params, state
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.mesh import rules
+from qwen_spmd.mesh.rules import SINGLE, Layout
 from qwen_spmd.params import Params
 from qwen_spmd.serve.scheduler import SchedulerConfig
 from qwen_spmd.state import ModelState
@@ -32,13 +34,17 @@ class EngineConfig:
     dtype                   of weights, activations and KV pages; "auto" is the checkpoint's
     max_model_len           longest prompt + output; None: what the model was trained for, as far as the pages hold it
     block_size              tokens of a KV page
-    max_num_seqs            requests that run at once
-    max_num_batched_tokens  tokens of one step
+    max_num_seqs            requests that run at once, on all ranks together
+    max_num_batched_tokens  tokens of one step, of all ranks together
     memory_utilization      share of the device's memory for weights, pages, slots and work space (not on CPU)
-    num_pages               KV pages, null page not counted; overrides the memory budget
+    num_pages               KV pages of all ranks, null pages not counted; overrides the memory budget
     decode_window           most decode iterations between two visits of the host
     max_queue               requests that may wait
     seed                    of the requests that bring none
+    dp, ep, tp              sizes of the mesh's axes (`mesh/rules.py`): independent ranks; ranks that share the experts;
+                            devices of each rank
+    redundant_experts       places for copies of experts, beyond one place each
+    moe_route, moe_wire     how rows reach their experts (`layers/moe.py`), and the dtype they travel in
     hf_overrides            merged into config.json
     compilation_cache       folder for compiled programs; None: no cache
     progress                progress bars and the plan on stderr
@@ -55,6 +61,12 @@ class EngineConfig:
     max_queue: int = 1024
     patience_s: float = 30.0
     seed: int = 0
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    redundant_experts: int = 0
+    moe_route: Literal["auto", "gather_scatter", "all_to_all"] = "auto"
+    moe_wire: Literal["auto", "fp8"] = "auto"
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     hf_overrides: dict[str, Any] | None = None
     compilation_cache: Path | None = Path.home() / ".cache" / "qwen_spmd" / "programs"
@@ -68,7 +80,10 @@ class EngineConfig:
         check("dtype", self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32")
         check("state_dtype", self.state_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
         sizes = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "num_pages")
-        for name in (*sizes, "decode_window", "max_queue"):
+        check("redundant_experts", self.redundant_experts >= 0, "at least 0")
+        check("moe_route", self.moe_route in ("auto", "gather_scatter", "all_to_all"), "auto, gather_scatter or all_to_all")
+        check("moe_wire", self.moe_wire in ("auto", "fp8"), "auto or fp8")
+        for name in (*sizes, "decode_window", "max_queue", "dp", "ep", "tp"):
             value = getattr(self, name)
             chosen = value is None and name in sizes
             check(name, chosen or (isinstance(value, int) and value >= 1), "an integer of at least 1")
@@ -77,7 +92,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """The static shapes of a server: what is compiled, and nothing else ever runs."""
+    """The static shapes of a server, for each rank: what is compiled, and nothing else ever runs."""
 
     page_size: int
     pages: int
@@ -87,16 +102,17 @@ class Shapes:
     ragged: tuple[tuple[int, int], ...]
     windows: tuple[int, ...]
 
-    def state(self, cfg: ModelConfig, dtype: Any, rec_dtype: Any) -> ModelState:
+    def state(self, cfg: ModelConfig, dtype: Any, rec_dtype: Any, layout: Layout = SINGLE) -> ModelState:
         """The model's state in these shapes, abstract."""
-        st = state.declare(cfg, dtype, pages=self.pages, page_size=self.page_size, slots=self.slots)
+        st = state.declare(cfg, dtype, pages=self.pages, page_size=self.page_size, slots=self.slots, layout=layout)
         return dataclasses.replace(st, rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(rec_dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What was chosen; `str()` is the plan for the screen."""
+    """What was chosen; `str()` is the plan for the screen. Bytes are those of one device, the rest of all ranks."""
 
+    layout: Layout
     scheduler: SchedulerConfig
     shapes: Shapes
     weight_bytes: int
@@ -105,53 +121,72 @@ class Sizes:
     num_params: int
 
     def __str__(self) -> str:
-        s, c = self.shapes, self.scheduler
+        s, c, ranks = self.shapes, self.scheduler, self.layout.ranks
         tokens = (s.pages - 1) * s.page_size
         full = min(c.max_num_seqs, tokens // c.max_model_len)
+        each = " a device" if self.layout.devices > 1 else ""
+        by_rank = f" ({ranks} ranks)" if ranks > 1 else ""
         return "\n".join(
             [
-                f"weights      {self.num_params / 1e6:,.1f} M parameters, {_size(self.weight_bytes)}",
-                f"KV pages     {s.pages - 1:,} of {s.page_size} tokens, {_size(s.pages * self.page_bytes)}",
-                f"slots        {s.slots - 1:,}, {_size(s.slots * self.slot_bytes)} of recurrent state",
-                f"context      up to {c.max_model_len:,} tokens a request, {tokens:,} in all",
-                f"concurrency  {c.max_num_seqs} requests, {full} of them at full length",
-                f"steps        up to {c.max_num_batched_tokens:,} tokens, windows of {s.window} decode iterations; "
-                f"{len(s.ragged) + len(s.windows)} programs",
+                f"mesh         {self.layout.name}",
+                f"weights      {self.num_params / 1e6:,.1f} M parameters, {_size(self.weight_bytes)}{each}",
+                f"KV pages     {ranks * (s.pages - 1):,} of {s.page_size} tokens{by_rank}, "
+                f"{_size(s.pages * self.page_bytes)}{each}",
+                f"slots        {ranks * (s.slots - 1):,}{by_rank}, "
+                f"{_size(s.slots * self.slot_bytes)}{each} of recurrent state",
+                f"context      up to {c.max_model_len:,} tokens a request, {ranks * tokens:,} in all",
+                f"concurrency  {ranks * c.max_num_seqs} requests, {ranks * full} of them at full length",
+                f"steps        up to {ranks * c.max_num_batched_tokens:,} tokens, windows of {s.window} decode "
+                f"iterations; {len(s.ragged) + len(s.windows)} programs",
             ]
         )
 
 
-def choose(cfg: ModelConfig, weights: Params, device: Any, config: EngineConfig) -> Sizes:
-    """Fill in what the config leaves open. ValueError names the limit that cannot be met and what would fit."""
-    cpu = device.platform == "cpu"
-    seqs = config.max_num_seqs or (16 if cpu else 256)
+def make_layout(cfg: ModelConfig, config: EngineConfig) -> Layout:
+    """The layout that a config asks for. ValueError if it does not fit the model."""
+    sizes = {"dp": config.dp, "ep": config.ep, "tp": config.tp}
+    return rules.layout(cfg.dims(), **sizes, redundant_experts=config.redundant_experts)
+
+
+def choose(cfg: ModelConfig, weights: Params, device: Any, layout: Layout, config: EngineConfig) -> Sizes:
+    """Fill in what the config leaves open. ValueError names the limit that cannot be met and what would fit.
+
+    `weights` may be abstract; `device` is one of the mesh's on this host.
+    """
+    cpu, ranks = device.platform == "cpu", layout.ranks
+    seqs = -(-(config.max_num_seqs or (16 if cpu else 256)) // ranks)
     page_size = config.block_size or (64 if cpu else 256)
-    batched = config.max_num_batched_tokens or max(512 if cpu else 2048, seqs)
-    # Bytes of a page and of a slot: what one more of it adds.
+    batched = config.max_num_batched_tokens or (512 if cpu else 2048 * ranks)
+    batched = max(-(-batched // ranks), 0 if config.max_num_batched_tokens else seqs)
+    # Bytes of a page and of a slot on a device: what one more of it on each rank adds, shared by all devices.
     one = [
-        params.num_bytes(Shapes(page_size, p, s, 1, 1, (), ()).state(cfg, weights.embed.dtype, config.state_dtype))
+        params.num_bytes(
+            Shapes(page_size, p, s, 1, 1, (), ()).state(cfg, weights.embed.dtype, config.state_dtype, layout)
+        )
         for p, s in ((1, 1), (2, 1), (1, 2))
     ]
-    page_bytes, slot_bytes = one[1] - one[0], one[2] - one[0]
+    page_bytes, slot_bytes = ((n - one[0]) // layout.devices for n in one[1:])
+    weight_bytes = params.device_bytes(weights)
+    num_params = params.num_params(params.declare(cfg, weights.embed.dtype))
     max_len = config.max_model_len or cfg.max_position_embeddings
     if max_len > cfg.max_position_embeddings:
         raise ValueError(
             f"max_model_len is {max_len}, the model's max_position_embeddings is {cfg.max_position_embeddings}"
         )
     wanted = seqs * -(-max_len // page_size)
-    pages = config.num_pages
+    pages = None if config.num_pages is None else config.num_pages // ranks
     if pages is None:
-        budget = _budget(device, config.memory_utilization, params.num_bytes(weights)) - (seqs + 1) * slot_bytes
+        budget = _budget(device, config.memory_utilization, weight_bytes) - (seqs + 1) * slot_bytes
         pages = wanted if page_bytes == 0 else min(wanted, budget // page_bytes - 1)
     if pages < 1:
         raise ValueError(
-            f"max_num_seqs is {seqs}, whose recurrent state ({_size((seqs + 1) * slot_bytes)}) leaves no memory for KV "
+            f"max_num_seqs is {seqs} a rank, whose recurrent state ({_size((seqs + 1) * slot_bytes)}) leaves no memory for KV "
             "pages; lower it or raise the memory share"
         )
     if pages * page_size < max_len:
         if config.max_model_len is not None:
             raise ValueError(
-                f"max_model_len is {max_len}, the {pages} KV pages that fit hold {pages * page_size} tokens; "
+                f"max_model_len is {max_len}, the {pages} KV pages of a rank hold {pages * page_size} tokens; "
                 "lower it, or max_num_seqs, or raise the memory share"
             )
         max_len = pages * page_size
@@ -178,14 +213,14 @@ def choose(cfg: ModelConfig, weights: Params, device: Any, config: EngineConfig)
         ragged=tuple((T, B) for T in token_buckets for B, below in zip(seq_buckets, (0, *seq_buckets)) if below < T),
         windows=seq_buckets,
     )
-    return Sizes(scheduler, shapes, params.num_bytes(weights), page_bytes, slot_bytes, params.num_params(weights))
+    return Sizes(layout, scheduler, shapes, weight_bytes, page_bytes, slot_bytes, num_params)
 
 
 def _budget(device: Any, utilization: float, weight_bytes: int) -> int:
-    """Bytes for pages and slots."""
+    """Bytes for pages and slots of a device."""
     stats = device.memory_stats()
     if device.platform == "cpu" or not stats or "bytes_limit" not in stats:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") // 4 // jax.local_device_count()
     # Half a GiB, or a tenth, for what a step needs beside weights and state.
     work = max(512 * MIB, stats["bytes_limit"] // 10)
     return int(stats["bytes_limit"] * utilization) - weight_bytes - work

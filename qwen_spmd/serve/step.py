@@ -3,8 +3,8 @@
 
 Two kinds. A *ragged* step runs any mix of prefill chunks and decode rows and samples once for each sequence. A *window*
 is a `lax.while_loop` of up to N decode iterations with a stop flag for each row, so that the host is off the critical
-path. Every bucket of both is compiled before the first request. Not here: which requests run (`scheduler`), when
-(`engine`).
+path. Every bucket of both is compiled before the first request. All ranks run the same program on rows of their own.
+Not here: which requests run (`scheduler`), when (`engine`).
 """
 
 from __future__ import annotations
@@ -26,40 +26,61 @@ from tqdm import tqdm
 
 from qwen_spmd import model, params, state
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.layers.moe import Route
 from qwen_spmd.layers.sample import sample
+from qwen_spmd.mesh.axes import RANKS
 from qwen_spmd.mesh.rules import Layout
-from qwen_spmd.model import Trace
+from qwen_spmd.mesh.vary import vary_like
+from qwen_spmd.model import DEFAULT_ROUTE, Trace
 from qwen_spmd.pallas import impl_for
-from qwen_spmd.pallas.gated_delta.reference import CHUNK
 from qwen_spmd.params import Params
+from qwen_spmd.serve.packed import Key, Packed, num_words, pack, unpack
 from qwen_spmd.serve.scheduler import StepPlan
 from qwen_spmd.serve.sizes import Shapes
-from qwen_spmd.state import FROM_SLOT, MAX_STOP_IDS, Batch, ModelState, Sampling
+from qwen_spmd.state import FROM_SLOT, Batch, ModelState, Ragged
 
 NO_TOKEN = -1
 """In a step's output: the sequence sampled nothing, since it had stopped or its prompt goes on."""
 
+STOP_CHECK = 4
+"""Iterations of a window between two looks at whether any rank has a live row: that takes a collective."""
+
 
 class Steps:
-    """Compiled step programs of one model on one mesh. `run` is asynchronous; it consumes and replaces `state`."""
+    """Compiled step programs of one model on one mesh. `run` is asynchronous; it consumes and replaces `state`.
+
+    Nothing is allocated before `compile`, so with abstract weights the programs can be lowered for any mesh.
+    """
+
+    state: ModelState
 
     def __init__(
-        self, cfg: ModelConfig, weights: Params, mesh: Mesh, layout: Layout, shapes: Shapes, dtype: Any, rec_dtype: Any
+        self,
+        cfg: ModelConfig,
+        weights: Params,
+        mesh: Mesh,
+        layout: Layout,
+        shapes: Shapes,
+        dtype: Any,
+        rec_dtype: Any,
+        route: Route = DEFAULT_ROUTE,
     ):
-        self.cfg, self.mesh, self.shapes = cfg, mesh, shapes
+        self.cfg, self.mesh, self.layout, self.shapes, self.route = cfg, mesh, layout, shapes, route
         self.weights = weights
-        declared = shapes.state(cfg, dtype, rec_dtype)
-        self._state_specs = jax.tree.map(lambda s: P(*(None,) * len(s.shape)), declared)
-        self._param_specs = params.specs(cfg, layout)
-        self._abstract_state = self._on_mesh(declared, self._state_specs)
-        zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), declared)  # noqa: E731
-        self.state = jax.jit(zeros, out_shardings=jax.tree.map(lambda s: s.sharding, self._abstract_state))()
-        self._programs: dict[tuple[int, int] | int, Any] = {}
-        self._iterations = [np.int32(n) for n in range(shapes.window + 1)]
+        self._specs = (params.specs(cfg, layout), state.specs(layout))
+        self.abstract_state = self._on_mesh(shapes.state(cfg, dtype, rec_dtype, layout), self._specs[1])
+        self._programs: dict[Key, Any] = {}
+        self._iterations: list[jax.Array] = []
+        self._copy: Any = None
 
     def compile(self, *, progress: bool = True) -> None:
-        """Compile every bucket, some at a time, with a progress bar."""
-        keys: list[tuple[int, int] | int] = [*self.shapes.ragged, *self.shapes.windows]
+        """Make the state, all zeros, and compile every bucket, some at a time, with a progress bar."""
+        declared = self.abstract_state
+        zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), declared)  # noqa: E731
+        self.state = jax.jit(zeros, out_shardings=jax.tree.map(lambda s: s.sharding, declared))()
+        self._iterations = [self._put(np.int32(n), P()) for n in range(self.shapes.window + 1)]
+        self._copy = jax.jit(jnp.copy).lower(declared.load).compile()
+        keys: list[Key] = [*self.shapes.ragged, *self.shapes.windows]
         with (
             tqdm(total=len(keys), desc="compile", unit="program", disable=not progress) as bar,
             ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -68,56 +89,70 @@ class Steps:
                 self._programs[key] = program
                 bar.update()
 
-    def lower(self, key: tuple[int, int] | int) -> Any:
-        """The program of (tokens, sequences), or of a window of that many sequences, traced and lowered."""
-        T, B = (key, key) if isinstance(key, int) else key
-        batch = self._on_mesh(abstract_batch(T, B, self.shapes.pages_per_seq), None)
-        args = [params.abstract_like(self.weights), self._abstract_state, batch]
-        body = self._ragged
+    def lower(self, key: Key) -> Any:
+        """The program of this key, traced and lowered."""
+        shape = (self.layout.ranks, num_words(key, self.shapes.pages_per_seq))
+        inputs = [(jax.ShapeDtypeStruct(shape, jnp.int32), P(RANKS))]
         if isinstance(key, int):
-            body = self._window
-            args.append(self._on_mesh(jax.ShapeDtypeStruct((), jnp.int32), None))
-        specs = (self._param_specs, self._state_specs, *(P() for _ in args[2:]))
-        program = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=(self._state_specs, P()))
-        return jax.jit(program, donate_argnums=1).lower(*args)
+            inputs.append((jax.ShapeDtypeStruct((), jnp.int32), P()))
+        body = functools.partial(self._window if isinstance(key, int) else self._ragged, key)
+        in_specs = (*self._specs, *(spec for _, spec in inputs))
+        program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=(self._specs[1], P()))
+        args = [self._on_mesh(x, spec) for x, spec in inputs]
+        return jax.jit(program, donate_argnums=1).lower(params.abstract_like(self.weights), self.abstract_state, *args)
 
-    def run(self, plan: StepPlan) -> jax.Array:
-        """Dispatch a plan. Returns the sampled tokens, int32 [B, iterations], NO_TOKEN where there is none."""
-        batch = to_batch(plan)
-        if plan.iterations == 0:
-            key = (len(batch.tokens_T), len(batch.kv_len_B))
-            self.state, tokens = self._programs[key](self.weights, self.state, batch)
-        else:
-            n = self._iterations[plan.iterations]
-            self.state, tokens = self._programs[len(batch.kv_len_B)](self.weights, self.state, batch, n)
+    def pack(self, plan: StepPlan) -> Packed:
+        """What `run` takes, of a plan; the same on every process."""
+        return pack(plan)
+
+    def run(self, packed: Packed) -> jax.Array:
+        """Dispatch a step. Returns the sampled tokens, int32 [ranks, B, iterations], NO_TOKEN where there is none.
+
+        Every process must run the same steps in the same order; each gets all tokens.
+        """
+        inputs = [self._put(packed.words, P(RANKS))]
+        if packed.iterations:
+            inputs.append(self._iterations[packed.iterations])
+        self.state, tokens = self._programs[packed.key](self.weights, self.state, *inputs)
         return tokens
+
+    def load(self) -> jax.Array:
+        """`ModelState.load` after the steps that were dispatched, as an array of its own: later steps leave it alone."""
+        return self._copy(self.state.load)
+
+    def _put(self, x: Any, spec: P) -> jax.Array:
+        """A host array that every process has, on the mesh."""
+        return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda index: x[index])
 
     def _on_mesh(self, tree: Any, specs: Any) -> Any:
         put = lambda s, spec: jax.ShapeDtypeStruct(  # noqa: E731
             s.shape, s.dtype, sharding=NamedSharding(self.mesh, spec)
         )
-        if specs is None:
-            return jax.tree.map(lambda s: put(s, P()), tree)
         return jax.tree.map(put, tree, specs)
 
-    def _ragged(self, weights: Params, st: ModelState, batch: Batch) -> tuple[ModelState, jax.Array]:
+    def _ragged(self, key: Key, weights: Params, st: ModelState, words: jax.Array) -> tuple[ModelState, jax.Array]:
+        batch = unpack(words[0], key, self.shapes.pages_per_seq)
         rows = state.ragged(batch, self.shapes.page_size)
         from_slot_T = st.token[batch.read_slot_B[rows.seq_T]]
         tokens_T = jnp.where(batch.tokens_T == FROM_SLOT, from_slot_T, batch.tokens_T)
-        hidden_TD, st, _ = self._forward(weights, st, tokens_T, rows)
+        hidden_TD, st = self._forward(weights, st, tokens_T, rows)
         st = dataclasses.replace(st, stopped=st.stopped.at[jnp.where(batch.fresh_B, batch.write_slot_B, 0)].set(False))
         live_B = batch.emit_B & ~st.stopped[batch.read_slot_B]
         st, token_B, _ = self._sample(weights, st, hidden_TD[batch.q_start_B[1:] - 1], batch, live_B)
-        return st, token_B[:, None]
+        return st, _from_all_ranks(token_B[:, None])
 
     def _window(
-        self, weights: Params, st: ModelState, batch: Batch, iterations: jax.Array
+        self, key: Key, weights: Params, st: ModelState, words: jax.Array, iterations: jax.Array
     ) -> tuple[ModelState, jax.Array]:
+        batch = unpack(words[0], key, self.shapes.pages_per_seq)
         slot_B = batch.write_slot_B
         B = len(slot_B)
+        # Ranks take part in each other's collectives, so all of them go on as long as one has a live row.
+        any_rank = lambda live_B: jax.lax.psum(jnp.any(live_B).astype(jnp.int32), RANKS) > 0  # noqa: E731
+        every = STOP_CHECK if self.layout.ranks > 1 else 1
 
         def body(carry: tuple) -> tuple:
-            i, live_B, st, out = carry
+            i, go, live_B, st, out = carry
             now = dataclasses.replace(
                 batch,
                 kv_len_B=jnp.where(live_B, batch.kv_len_B + i, 0),
@@ -125,25 +160,31 @@ class Steps:
                 write_slot_B=jnp.where(live_B, slot_B, 0),
             )
             rows = state.ragged(now, self.shapes.page_size, one_token=True)
-            hidden_BD, st, _ = self._forward(weights, st, st.token[now.read_slot_B], rows)
+            hidden_BD, st = self._forward(weights, st, st.token[now.read_slot_B], rows)
             st, token_B, stop_B = self._sample(weights, st, hidden_BD, now, live_B)
-            return i + 1, live_B & ~stop_B, st, out.at[:, i].set(token_B)
+            live_B, i = live_B & ~stop_B, i + 1
+            go = jax.lax.cond(i % every == 0, any_rank, lambda _: go, live_B)
+            return i, go, live_B, st, out.at[:, i - 1].set(token_B)
 
         live_B = (batch.kv_len_B > 0) & ~st.stopped[slot_B]
-        start = (jnp.int32(0), live_B, st, jnp.full((B, self.shapes.window), NO_TOKEN, jnp.int32))
-        _, _, st, out = jax.lax.while_loop(lambda c: (c[0] < iterations) & jnp.any(c[1]), body, start)
-        return st, out
+        out = vary_like(jnp.full((B, self.shapes.window), NO_TOKEN, jnp.int32), live_B)
+        start = (jnp.int32(0), any_rank(live_B), live_B, st, out)
+        *_, st, out = jax.lax.while_loop(lambda c: (c[0] < iterations) & c[1], body, start)
+        return st, _from_all_ranks(out)
 
-    def _forward(self, weights: Params, st: ModelState, tokens_T: jax.Array, rows: state.Ragged) -> Any:
+    def _forward(
+        self, weights: Params, st: ModelState, tokens_T: jax.Array, rows: Ragged
+    ) -> tuple[jax.Array, ModelState]:
         impl = impl_for(self.mesh.devices.flat[0])
-        return model.forward(weights, st, tokens_T, rows, cfg=self.cfg, impl=impl)
+        x, st, _ = model.forward(weights, st, tokens_T, rows, cfg=self.cfg, impl=impl, route=self.route)
+        return x, st
 
     def _sample(
         self, weights: Params, st: ModelState, hidden_BD: jax.Array, batch: Batch, live_B: jax.Array
     ) -> tuple[ModelState, jax.Array, jax.Array]:
         """Sample for live sequences, and note token and stop in their slots. Returns (state, tokens, which stop)."""
         s, pos_B = batch.sampling, batch.kv_len_B
-        token_B = sample(model.unembed(weights, hidden_BD), s, pos_B)
+        token_B = sample(model.unembed_shared(weights, hidden_BD), s, pos_B)
         stop_B = jnp.any(token_B[:, None] == s.stop_ids_B, -1) & (pos_B >= s.min_len_B)
         stop_B = (stop_B | (pos_B + 1 >= s.max_len_B)) & live_B
         slot_B = jnp.where(live_B, batch.write_slot_B, 0)
@@ -151,57 +192,66 @@ class Steps:
         return st, jnp.where(live_B, token_B, NO_TOKEN), stop_B
 
 
-def run_sequence(weights: Params, tokens: Sequence[int], cfg: ModelConfig) -> tuple[jax.Array, Trace]:
-    """A whole sequence without state: float32 logits [T, V] and the trace. Compiles once for each power of two of T."""
+def _from_all_ranks(x: jax.Array) -> jax.Array:
+    """[ranks, ...], on every device, so that every process can read it."""
+    return jax.lax.all_gather(x, RANKS, to="invarying")
+
+
+def run_sequence(weights: Params, tokens: Sequence[int], cfg: ModelConfig, layout: Layout) -> tuple[jax.Array, Trace]:
+    """A sequence from its start: float32 logits [T, V] and the trace. Compiles once for each power of two of T.
+
+    The first rank runs it, with pages and slots of its own; the others have no row.
+    """
     T = len(tokens)
-    padded = np.zeros((1, max(CHUNK, 1 << (T - 1).bit_length())), np.int32)
-    padded[0, :T] = tokens
-    logits, trace = _sequence(weights, padded, cfg, jax.typeof(weights.embed).sharding.mesh)
-    trace = Trace(trace.hidden[:, 0, :T], jax.tree.map(lambda x: x[:, 0, :T], trace.routing))
-    return logits[0, :T], trace
+    padded = np.zeros(max(SMALLEST, 1 << (T - 1).bit_length()), np.int32)
+    padded[:T] = tokens
+    logits, trace = _sequence(weights, padded, np.int32(T), cfg, layout, weights.embed.sharding.mesh)  # type: ignore[attr-defined]
+    return logits[:T], jax.tree.map(lambda x: x[:, :T], trace)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _sequence(weights: Params, tokens_BT: jax.Array, cfg: ModelConfig, mesh: Mesh) -> tuple[jax.Array, Trace]:
-    def body(weights: Params, tokens_BT: jax.Array) -> tuple[jax.Array, Trace]:
-        hidden_BTD, trace = model.forward_sequences(weights, tokens_BT, cfg)
-        return model.unembed(weights, hidden_BTD), trace
-
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, weights)
-    return jax.shard_map(body, mesh=mesh, in_specs=(specs, P()), out_specs=P())(weights, tokens_BT)
+SMALLEST = 64
 
 
-def to_batch(plan: StepPlan) -> Batch:
-    """A plan's numpy arrays as the pytree that the programs take."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Batch) if f.name != "sampling"}  # type: ignore[arg-type]
-    sampling = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Sampling)}  # type: ignore[arg-type]
-    return Batch(**fields, sampling=Sampling(**sampling))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _sequence(
+    weights: Params, tokens_T: jax.Array, length: jax.Array, cfg: ModelConfig, layout: Layout, mesh: Mesh
+) -> tuple[jax.Array, Trace]:
+    T = len(tokens_T)
+    declared = state.declare(cfg, weights.embed.dtype, pages=2, page_size=T, slots=2, layout=layout)
 
+    def zeros(s: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
+        """This device's part of a state array, typed as different on each."""
+        axes = [axis for dim in spec if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)]
+        return jax.lax.pcast(jnp.zeros(NamedSharding(mesh, spec).shard_shape(s.shape), s.dtype), tuple(axes), to="varying")
 
-def abstract_batch(T: int, B: int, pages_per_seq: int) -> Batch:
-    """The shapes and dtypes of a Batch."""
-    shape: Any = jax.ShapeDtypeStruct  # stands for an Array
-    i32, f32, flag = shape((B,), jnp.int32), shape((B,), jnp.float32), shape((B,), jnp.bool_)
-    return Batch(
-        tokens_T=shape((T,), jnp.int32),
-        q_start_B=shape((B + 1,), jnp.int32),
-        kv_len_B=i32,
-        pages_BP=shape((B, pages_per_seq), jnp.int32),
-        read_slot_B=i32,
-        write_slot_B=i32,
-        fresh_B=flag,
-        emit_B=flag,
-        sampling=Sampling(
-            temperature_B=f32,
-            top_k_B=i32,
-            top_p_B=f32,
-            min_p_B=f32,
-            seed_B=shape((B,), jnp.uint32),
-            stop_ids_B=shape((B, MAX_STOP_IDS), jnp.int32),
-            min_len_B=i32,
-            max_len_B=i32,
-        ),
-    )
+    def body(weights: Params, tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Trace]:
+        first = jax.lax.axis_index(RANKS) == 0
+        n = jnp.where(first, length, 0)
+        one = jnp.where(first, jnp.ones(1, jnp.int32), 0)
+        valid_T = jnp.arange(T) < n
+        pos_T = jnp.where(valid_T, jnp.arange(T), 0)
+        rows = Ragged(
+            seq_T=jnp.zeros_like(pos_T),
+            pos_T=pos_T,
+            valid_T=valid_T,
+            page_T=valid_T.astype(jnp.int32),
+            slot_T=pos_T,
+            q_start_B=jnp.stack([jnp.zeros_like(n), n]),
+            kv_len_B=n[None],
+            pages_BP=one[None],
+            read_slot_B=one,
+            write_slot_B=one,
+            fresh_B=one > 0,
+            one_token=False,
+        )
+        st = jax.tree.map(zeros, declared, state.specs(layout))
+        impl = impl_for(mesh.devices.flat[0])
+        x, _, trace = model.forward(weights, st, vary_like(tokens_T, n), rows, cfg=cfg, impl=impl, trace=True)
+        of_first = lambda x: jax.lax.psum(jnp.where(first, x, 0), RANKS)  # noqa: E731
+        return of_first(model.unembed_shared(weights, x)), jax.tree.map(of_first, trace)
+
+    in_specs = (params.specs(cfg, layout), P(), P())
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P())(weights, tokens_T, length)
 
 
 def use_compilation_cache(folder: Path) -> None:

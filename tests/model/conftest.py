@@ -9,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen_spmd import model
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qwen_spmd import model, params
 from qwen_spmd import state as state_lib
+from qwen_spmd.mesh.axes import RANKS, make_mesh
+from qwen_spmd.mesh.rules import SINGLE
 from qwen_spmd.state import MAX_STOP_IDS, Batch, Sampling
 
 
@@ -38,21 +43,33 @@ class Sequence:
     done: int = 0
 
 
+MESH = make_mesh()
+
+
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _step(params, state, batch, cfg, page_size, one_token):
-    rows = state_lib.ragged(batch, page_size, one_token=one_token)
-    hidden, state, trace = model.forward(params, state, batch.tokens_T, rows, cfg=cfg, impl="reference", trace=True)
-    return hidden, model.unembed(params, hidden), state, trace
+def _step(weights, state, batch, cfg, page_size, one_token):
+    def body(weights, state, batch):
+        rows = state_lib.ragged(batch, page_size, one_token=one_token)
+        x, state, trace = model.forward(weights, state, batch.tokens_T, rows, cfg=cfg, impl="reference", trace=True)
+        return x, model.unembed_shared(weights, x), state, trace
+
+    specs, rows = (params.specs(cfg, SINGLE), state_lib.specs(SINGLE)), P(RANKS)
+    outs = (rows, rows, specs[1], P(None, RANKS))
+    return jax.shard_map(body, mesh=MESH, in_specs=(*specs, rows), out_specs=outs)(weights, state, batch)
+
+
+def on_mesh(tree, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec)), tree, specs)
 
 
 class Runner:
     """forward() under jit; its state starts full of NaN, so nothing may be read before it is written."""
 
-    def __init__(self, params, cfg, *, dtype=jnp.float32, page_size=16, pages=64, slots=12, width=32):
-        self.params, self.cfg, self.page_size, self.width = params, cfg, page_size, width
+    def __init__(self, weights, cfg, *, dtype=jnp.float32, page_size=16, pages=64, slots=12, width=32):
+        self.params, self.cfg, self.page_size, self.width = params.place(weights, cfg, MESH, SINGLE), cfg, page_size, width
         shapes = state_lib.declare(cfg, dtype, pages=pages, page_size=page_size, slots=slots)
         nan = lambda s: jnp.full(s.shape, jnp.nan if jnp.issubdtype(s.dtype, jnp.floating) else 0, s.dtype)  # noqa: E731
-        self.state = jax.tree.map(nan, shapes)
+        self.state = on_mesh(jax.tree.map(nan, shapes), state_lib.specs(SINGLE))
         self._free = list(np.random.default_rng(0).permutation(np.arange(1, pages)))
         self._slots = list(np.random.default_rng(1).permutation(np.arange(1, slots)))
 
@@ -80,6 +97,7 @@ class Runner:
         q_start = np.full(B + 1, row, np.int32)
         q_start[: len(parts)] = starts
         batch = Batch(tokens, q_start, kv_len, pages, slots, slots, fresh, kv_len > 0, sampling(B))
+        batch = on_mesh(batch, jax.tree.map(lambda _: P(RANKS), batch))
         hidden, logits, self.state, trace = _step(self.params, self.state, batch, self.cfg, self.page_size, one_token)
         cut = lambda x, a, n: jax.tree.map(lambda x: np.asarray(x[:, a : a + n]), x)  # noqa: E731
         return [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas.pieces import cut
 from qwen_spmd.state import Ragged
 
@@ -116,7 +117,7 @@ def _recurrent(
         S = decay[..., None] * S + k[..., None] * d[:, None, :]
         return o_TUZ.at[t].set(o), rec.at[layer, rows.write_slot_B[seq]].set(S.astype(rec.dtype))
 
-    return jax.lax.fori_loop(0, single.count, body, (jnp.zeros_like(v_TUZ), rec))
+    return jax.lax.fori_loop(0, single.count, body, (vary_like(jnp.zeros_like(v_TUZ), rec), rec))
 
 
 def chunk(

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU of many experts over rows sorted by expert: a grouped matmul, gate and up fused, and a second one, down."""
+"""SwiGLU of many experts: a grouped matmul, gate and up fused, and a second one, down.
+
+`grouped_mlp` takes rows sorted by expert. `few_rows_mlp` takes rows as they are and sums each one's experts: less to do
+around the matmuls, for so few rows that an expert reads its weights once anyhow.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ def grouped_mlp(
 
     x_TD      rows sorted by expert: the first sizes[0] are expert 0's, then expert 1's, ...
     sizes_E   int32, rows of each expert; their sum may be less than T
-    w_gate, w_up [L, E, D, M], w_down [L, E, M, D]: all layers' experts; `layer` int32 scalar, which of the L
+    w_gate, w_up [L, E, D, M], w_down [L, E, M, D]: all layers' experts, in x's dtype or one that is cast to it (the
+    experts that are used only); `layer` int32 scalar, which of the L
 
     Returns [T, D] in x's dtype; rows beyond the last expert's are zero, whatever x holds there. Products accumulate in
     float32. Experts without rows cost nothing.
@@ -31,3 +36,24 @@ def grouped_mlp(
     match impl:
         case "reference":
             return reference.grouped_mlp(x_TD, sizes_E, w_gate, w_up, w_down, layer)
+
+
+def few_rows_mlp(
+    x_TD: jax.Array,
+    own_TE: jax.Array,
+    gates_TE: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    layer: jax.Array,
+    *,
+    impl: Impl,
+) -> jax.Array:
+    """Sum over the experts e that own the row, own[t, e], of gates[t, e] times what `grouped_mlp` gives of x[t].
+
+    own_TE bool, gates_TE float32; weights and `layer` as in `grouped_mlp`. Returns float32 [T, D]; zeros for a row that
+    no expert owns, whatever x holds there. Each expert that owns a row is visited once, with all T rows.
+    """
+    match impl:
+        case "reference":
+            return reference.few_rows_mlp(x_TD, own_TE, gates_TE, w_gate, w_up, w_down, layer)

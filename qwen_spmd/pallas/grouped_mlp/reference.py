@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped SwiGLU in plain jnp: a loop over tiles of one expert's rows."""
+"""Grouped SwiGLU in plain jnp: a loop over tiles of one expert's rows, or over the experts that any row goes to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas.pieces import cut
 
 
@@ -23,17 +24,46 @@ def grouped_mlp(
     T = x_TD.shape[0]
     size = tile_rows(T, sizes_E.shape[0])
     tiles = cut(jnp.cumsum(sizes_E) - sizes_E, sizes_E, size)
-    precision = jax.lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
-    dot = lambda x, w: jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
     x_TD = jnp.pad(x_TD, ((0, size), (0, 0)))
 
     def tile(i: jax.Array, y_TD: jax.Array) -> jax.Array:
         expert, _, start, length = tiles[i]
         x = jax.lax.dynamic_slice_in_dim(x_TD, start, size)
-        h = jax.nn.silu(dot(x, w_gate[layer, expert])) * dot(x, w_up[layer, expert])
-        y = dot(h.astype(x.dtype), w_down[layer, expert]).astype(x.dtype)
+        y = _swiglu(x, w_gate[layer, expert], w_up[layer, expert], w_down[layer, expert])
         old = jax.lax.dynamic_slice_in_dim(y_TD, start, size)
         y = jnp.where((jnp.arange(size) < length)[:, None], y, old)
         return jax.lax.dynamic_update_slice_in_dim(y_TD, y, start, 0)
 
-    return jax.lax.fori_loop(0, tiles.count, tile, jnp.zeros_like(x_TD))[:T]
+    y_TD = vary_like(jnp.zeros_like(x_TD), x_TD, sizes_E, w_gate)
+    return jax.lax.fori_loop(0, tiles.count, tile, y_TD)[:T]
+
+
+def few_rows_mlp(
+    x_TD: jax.Array,
+    own_TE: jax.Array,
+    gates_TE: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    layer: jax.Array,
+) -> jax.Array:
+    active_E = jnp.any(own_TE, 0)
+    first_E = jnp.argsort(~active_E, stable=True)  # the active ones, in order
+
+    def visit(i: jax.Array, y_TD: jax.Array) -> jax.Array:
+        e = first_E[i]
+        y = _swiglu(x_TD, w_gate[layer, e], w_up[layer, e], w_down[layer, e]).astype(jnp.float32)
+        return y_TD + jnp.where(own_TE[:, e, None], gates_TE[:, e, None] * y, 0)
+
+    y_TD = vary_like(jnp.zeros(x_TD.shape, jnp.float32), x_TD, own_TE, gates_TE, w_gate)
+    return jax.lax.fori_loop(0, jnp.sum(active_E), visit, y_TD)
+
+
+def _swiglu(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    """Of one expert; weights are cast here, one expert at a time."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.dot(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+    return dot((jax.nn.silu(dot(x, w_gate)) * dot(x, w_up)).astype(x.dtype), w_down).astype(x.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas.pieces import cut
 from qwen_spmd.state import Ragged
 
@@ -20,7 +21,9 @@ def paged_attention(
     q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, rows: Ragged
 ) -> tuple[jax.Array, jax.Array]:
     kv_TK2H = jnp.stack([k_TKH, v_TKH], axis=2).astype(kv.dtype)
-    kv = kv.at[layer, rows.page_T, :, :, rows.slot_T].set(kv_TK2H)
+    # Heads are indices, too: as a slice between indices they make XLA's TPU compiler lay out the pool anew, a copy.
+    head, which = jnp.arange(kv.shape[2])[:, None], jnp.arange(2)
+    kv = kv.at[layer, rows.page_T[:, None, None], head, which, rows.slot_T[:, None, None]].set(kv_TK2H)
     if rows.one_token:
         return _decode(q_TNH, kv, layer, rows.pages_BP, rows.kv_len_B).astype(q_TNH.dtype), kv
     single_B = rows.q_len_B == 1
@@ -57,7 +60,7 @@ def _decode(q_BNH: jax.Array, kv: jax.Array, layer: jax.Array, pages_BP: jax.Arr
         return _accumulate(carry, q, kv_BK2SH[:, :, 0], kv_BK2SH[:, :, 1], mask)
 
     shape = (B, K, N // K)
-    zero = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, H)))
+    zero = vary_like((jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, H))), q, kv)
     _, s, o = jax.lax.fori_loop(0, (kv_len_B.max() + S - 1) // S, page, zero)
     return (o / jnp.where(s == 0, 1, s)[..., None]).reshape(B, N, H)
 
@@ -85,7 +88,7 @@ def _prefill(q_TNH: jax.Array, o_TNH: jax.Array, kv: jax.Array, layer: jax.Array
             return _accumulate(carry, q, kv_K2SH[:, 0], kv_K2SH[:, 1], mask)
 
         M = N // K * TILE
-        zero = (jnp.full((K, M), MASKED), jnp.zeros((K, M)), jnp.zeros((K, M, H)))
+        zero = vary_like((jnp.full((K, M), MASKED), jnp.zeros((K, M)), jnp.zeros((K, M, H))), q, kv)
         _, s, o = jax.lax.fori_loop(0, (first + length + S - 1) // S, page, zero)
         o = (o / jnp.where(s == 0, 1, s)[..., None]).reshape(K, N // K, TILE, H)
         o = o.transpose(2, 0, 1, 3).reshape(TILE, N, H)
