@@ -17,14 +17,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.limits import FROM_SLOT as FROM_SLOT
+from qwen_spmd.limits import MAX_STOP_IDS as MAX_STOP_IDS
 from qwen_spmd.mesh.rules import SINGLE, Layout
 from qwen_spmd.params import dims
-
-MAX_STOP_IDS = 16
-"""Stop token ids that one request can have on the device."""
-
-FROM_SLOT = -1
-"""In `Batch.tokens_T`: take the token that was last sampled in the sequence's slot."""
 
 
 @struct.dataclass

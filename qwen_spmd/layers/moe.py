@@ -10,12 +10,12 @@ from flax import struct
 from qwen_spmd.config import Moe as MoeConfig
 from qwen_spmd.layers.linear import einsum
 from qwen_spmd.layers.mlp import mlp
-from qwen_spmd.layers.moe_routes import NOWHERE, Route, routed
+from qwen_spmd.layers.moe_routes import NOWHERE, Route, route_on, routed
 from qwen_spmd.mesh.axes import RANKS
 from qwen_spmd.pallas import Impl
 from qwen_spmd.params import Moe
 
-__all__ = ["Route", "Routing", "moe", "moe_sequences", "router"]
+__all__ = ["Route", "Routing", "moe", "moe_sequences", "route_on", "router"]
 
 
 @struct.dataclass

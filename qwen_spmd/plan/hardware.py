@@ -115,10 +115,6 @@ class Topology:
     def devices(self) -> int:
         return self.chips * self.chip.cores
 
-    @property
-    def device_hbm_bytes(self) -> int:
-        return self.chip.hbm_bytes // self.chip.cores
-
     def rate(self, peak: float) -> float:
         """A device's part of a chip's peak."""
         return peak / self.chip.cores
@@ -149,3 +145,13 @@ def topology(name: str) -> Topology:
         raise ValueError(f"topology is {name!r}, one network of {kind} has at most {chip.largest} chips")
     links = sum(0 if n == 1 else 2 if n % 4 == 0 else 1 for n in sizes) if chip.platform == "tpu" else int(chips > 1)
     return Topology(name, chip, chips, links)
+
+
+def larger(than: Topology) -> list[str]:
+    """Names of usual topologies of the same chip with more devices, smallest first."""
+    chip = than.chip
+    if chip.platform == "tpu":
+        names = [f"{chip.name}:{n}" for n in ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")]
+    else:
+        names = [f"{chip.name}:{n}" for n in (1, 2, 4, 8, 16, 32, 64, 72) if n <= chip.largest]
+    return [name for name in names if topology(name).chips > than.chips]

@@ -22,6 +22,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
+MOVES = ("copy", "copy-start", "convert", "transpose", "slice", "dynamic-slice", "pad", "reverse")
+
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _CALLS = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
@@ -69,10 +71,11 @@ class Module:
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Op]] = {}
-        self.entry, current = "", []
+        self.entry, current = "", list[Op]()
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith((" ", "HloModule")):
-                current = self.computations[name] = [] if (name := _NAME.search(line)[1]) else []  # type: ignore[index]
+                name = _NAME.search(line)[1]  # type: ignore[index]
+                current = self.computations[name] = []
                 if line.startswith("ENTRY"):
                     self.entry = name
             elif (op := _op(line)) is not None:
@@ -134,35 +137,60 @@ class Module:
         rows = [Collective(*key, count) for key, count in found.items()]
         return sorted(rows, key=lambda c: -c.received * c.count)
 
-    def copies(self, arrays: dict[str, tuple[str, tuple[int, ...]]]) -> list[Copy]:
-        """Copies of whole arrays or of a layer of one, in device memory. `arrays`: name -> (HLO dtype, local shape).
+    def copies(self, arrays: dict[str, tuple[int, ...]]) -> list[Copy]:
+        """Copies in device memory of whole arrays, or of a layer of one: name -> local shape, layers first.
 
-        A copy may permute axes, so shapes are compared without order. What is below 1 MiB is passed over, and so are
-        copies into a core's own memory (space S(1)): those are prefetches.
+        A copy may permute axes or cast, so shapes are compared without order and dtypes not at all. Passed over: what
+        is below 1 MiB, prefetches into a core's own memory (space S(1)), and what a fusion only computes inside.
         """
-        known: dict[tuple[str, tuple[int, ...]], str] = {}
-        for name, (dtype, shape) in arrays.items():
-            known.setdefault((dtype, _axes(shape[1:])), f"a layer of {name}")
-            known[dtype, _axes(shape)] = name
+        whole = {_axes(shape): name for name, shape in arrays.items()}
+        layers = {_axes(shape[1:]): (name, _axes(shape)) for name, shape in arrays.items()}
+        types = {op.name: op.type for ops in self.computations.values() for op in ops}
         fused = self._fused()
+
+        def source(op: Op, axes: tuple[int, ...]) -> str | None:
+            if axes in whole:
+                return whole[axes]
+            name, stack = layers.get(axes, ("", ()))
+            # Activations may have a layer's shape; what is cut out of the stack reads the stack.
+            reads = [array_axes(types[o]) for o in _NAME.findall(op.args.split("), ")[0]) if o in types]
+            return f"a layer of {name}" if name and stack in reads else None
+
         found: dict[tuple[str, str, int], int] = {}
         for name, ops in self.computations.items():
-            for op in ops:
-                if op.code not in ("copy", "copy-start") or (name in fused and not op.root) or not self.runs[name]:
+            for op in ops if name not in fused else ():
+                if not self.runs[name] or not self._moves(op):
                     continue
-                first = _ARRAY.search(op.type)
-                if first is None or "S(1)" in op.type:
+                array = _ARRAY.search(op.type)
+                if array is None or "S(1)" in op.type or array_bytes(*array.groups()) < 1 << 20:
                     continue
-                dtype, dims = first.groups()
-                of = known.get((dtype, _axes(int(d) for d in dims.split(",") if d)))
-                if of is not None and array_bytes(dtype, dims) >= 1 << 20:
-                    key = (op.name, of, array_bytes(dtype, dims))
+                if (of := source(op, array_axes(op.type))) is not None:
+                    key = (op.name, of, array_bytes(*array.groups()))
                     found[key] = found.get(key, 0) + self.runs[name]
         return sorted((Copy(*key, n) for key, n in found.items()), key=lambda c: -c.bytes * c.count)
 
+    def _moves(self, op: Op) -> bool:
+        """Whether an instruction only moves its operand, perhaps a part of it, into an array of its own."""
+        if op.code != "fusion":
+            return op.code in MOVES
+        if "output_to_operand_aliasing" in op.args:
+            return False
+        ops = {o.name: o for o in self.computations[_NAME.search(dict(_CALLS.findall(op.args))["calls"])[1]]}  # type: ignore[index]
+        last = next(o for o in ops.values() if o.root)
+        while last.code == "bitcast" and (before := ops.get(_NAME.findall(last.args)[0])) is not None:
+            last = before
+        return last.code in MOVES or (last.code == "fusion" and self._moves(last))
+
     def _fused(self) -> set[str]:
-        calls = (dict(_CALLS.findall(op.args)).get("calls", "") for op, _ in self.ops() if op.code == "fusion")
-        return {name for called in calls for name in _NAME.findall(called)}
+        """Computations within fusions: what they compute is in no memory but their last result."""
+        inside = [
+            name
+            for ops in self.computations.values()
+            for op in ops
+            if op.code == "fusion"
+            for name in _NAME.findall(dict(_CALLS.findall(op.args))["calls"])
+        ]
+        return set(inside)
 
 
 def _op(line: str) -> Op | None:
@@ -178,18 +206,15 @@ def _op(line: str) -> Op | None:
     return None
 
 
+def array_axes(type: str) -> tuple[int, ...]:
+    """Sizes of the first array in a type, in order of size and without ones: what no permutation changes."""
+    array = _ARRAY.search(type)
+    return _axes(int(d) for d in array[2].split(",") if d) if array else ()
+
+
 def array_bytes(dtype: str, dims: str) -> int:
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])  # type: ignore[index]
     return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
-
-
-def hlo_dtype(name: str) -> str:
-    """HLO's name of a numpy dtype's, such as "bf16" for "bfloat16"."""
-    short = {"bool": "pred", "bfloat16": "bf16", "int": "s", "uint": "u", "float": "f"}
-    if name in short:
-        return short[name]
-    kind, rest = re.match(r"([a-z]+)(.*)", name).groups()  # type: ignore[union-attr]
-    return short[kind] + rest.replace("_", "")
 
 
 @functools.cache

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from qwen_spmd import params, state
 from qwen_spmd.config import ModelConfig
-from qwen_spmd.mesh.rules import Layout
+from qwen_spmd.mesh.rules import Layout, layout, named
 from qwen_spmd.params import Params
+from qwen_spmd.plan.hardware import GIB, Topology, larger, topology
 
 QUANTISED = frozenset(("w_q", "w_gate", "w_k", "w_v", "w_o", "w_qkv", "w_z", "w_up", "w_down"))
 """Leaves whose matrices a checkpoint in 8 bits has in 8 bits, as Qwen publishes it; all others stay as they are."""
@@ -67,31 +68,74 @@ def num_bytes(leaves: list[Leaf]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """What is asked for. Tokens and sequences of a step are those of one rank."""
+class Case:
+    """A model on hardware in a layout, and what is asked for. Tokens and sequences of a step are those of one rank.
 
+    layout_name, tp    as `mesh.rules.named`; a model without experts has dp where others have ep
+    context            tokens of a sequence, prompt and answer
+    concurrency        sequences of all ranks
+    batched_tokens     of a step
+    utilization        share of the memory that may be used
+    """
+
+    cfg: ModelConfig
+    topology: Topology
+    layout_name: str
+    tp: int
     context: int
     concurrency: int
-    page_size: int
-    batched_tokens: int
+    dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+    page_size: int = 256
+    batched_tokens: int = 2048
+    utilization: float = 0.9
 
-    def sequences(self, layout: Layout) -> int:
+    def __post_init__(self) -> None:
+        for name in ("context", "concurrency", "page_size", "batched_tokens", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if not 0 < self.utilization <= 1:
+            raise ValueError(f"utilization is {self.utilization}, it must be above 0 and at most 1")
+        if self.context > self.cfg.max_position_embeddings:
+            most = self.cfg.max_position_embeddings
+            raise ValueError(f"isl + osl is {self.context}, the model's max_position_embeddings is {most}")
+        if self.batched_tokens < self.sequences:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.batched_tokens}, a rank has {self.sequences} sequences, "
+                "each of which needs one in a step"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        sizes = named(self.layout_name, self.topology.devices, tp=self.tp)
+        if self.cfg.moe is None:
+            sizes = {"dp": sizes["dp"] * sizes["ep"], "ep": 1, "tp": sizes["tp"]}
+        return layout(self.cfg.dims(), **sizes)
+
+    @property
+    def sequences(self) -> int:
         """Of one rank."""
-        return -(-self.concurrency // layout.ranks)
+        return -(-self.concurrency // self.layout.ranks)
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.context // self.page_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on each device. `pages` and `slots` are counts of one rank, the null ones included.
 
-    replicated, sharded   weights that every device has, and its part of those that are spread
-    unused                of both: the MTP layer, which is loaded and not served
+    replicated, sharded      weights that every device has all of, and its part of those that are spread
+    unused                   of both: the MTP layer, which is loaded and not served
     page_bytes, slot_bytes   one more of them
-    fixed                 state that neither pages nor slots make larger
-    temporaries           what the largest step needs besides
-    budget                what may be used
+    fixed                    state that neither pages nor slots make larger
+    temporaries              what the largest step needs besides
+    budget                   what may be used
     """
 
+    case: Case
     replicated: int
     sharded: int
     unused: int
@@ -114,70 +158,101 @@ class Memory:
         """Negative: that much does not fit."""
         return self.budget - self.used
 
-    def longest_context(self, limits: Limits, layout: Layout) -> int:
-        """Tokens that each of `limits.concurrency` sequences can have; -1 where a model has no pages to fill."""
+    @property
+    def longest_context(self) -> int:
+        """Tokens that each of the case's sequences can have, at most what the model is made for."""
+        most = self.case.cfg.max_position_embeddings
         if self.page_bytes == 0:
-            return -1
-        pages = self.pages - 1 + self.free // self.page_bytes
-        return max(0, pages // limits.sequences(layout)) * limits.page_size
+            return most if self.free >= 0 else 0
+        pages = max(0, self.pages - 1 + self.free // self.page_bytes)
+        return min(most, pages // self.case.sequences * self.case.page_size)
 
-    def most_sequences(self, limits: Limits, layout: Layout) -> int:
-        """Sequences of `limits.context` tokens, of all ranks together."""
-        one = -(-limits.context // limits.page_size) * self.page_bytes + self.slot_bytes
-        n = limits.sequences(layout)
-        return max(0, n + math.floor(self.free / one)) * layout.ranks
+    @property
+    def most_sequences(self) -> int:
+        """Sequences of the case's context, of all ranks together."""
+        one = self.case.pages_per_seq * self.page_bytes + self.slot_bytes
+        return max(0, self.case.sequences + self.free // one) * self.case.layout.ranks
 
 
-def memory(
-    cfg: ModelConfig,
-    layout: Layout,
-    limits: Limits,
-    *,
-    dtype: Any,
-    weight_dtype: Any,
-    state_dtype: Any,
-    budget: int,
-    temporaries: int | None = None,
-) -> Memory:
+def memory(case: Case, *, temporaries: int | None = None) -> Memory:
     """The plan of one device. `temporaries` None: `estimate_temporaries`."""
-    leaves = on_device(weights(cfg, dtype, weight_dtype, layout), params.specs(cfg, layout), layout)
+    cfg, lay = case.cfg, case.layout
+    leaves = on_device(weights(cfg, case.dtype, case.weight_dtype, lay), params.specs(cfg, lay), lay)
 
     def state_bytes(pages: int, slots: int) -> int:
-        st = state.declare(cfg, dtype, pages=pages, page_size=limits.page_size, slots=slots, layout=layout)
-        st = dataclasses.replace(st, rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(state_dtype)))
-        return num_bytes(on_device(st, state.specs(layout), layout))
+        st = state.declare(cfg, case.dtype, pages=pages, page_size=case.page_size, slots=slots, layout=lay)
+        st = dataclasses.replace(st, rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(case.state_dtype)))
+        return num_bytes(on_device(st, state.specs(lay), lay))
 
     one = state_bytes(1, 1)
     page_bytes, slot_bytes = state_bytes(2, 1) - one, state_bytes(1, 2) - one
-    n = limits.sequences(layout)
+    chip = case.topology.chip
     return Memory(
+        case=case,
         replicated=sum(leaf.bytes for leaf in leaves if not leaf.sharded),
         sharded=sum(leaf.bytes for leaf in leaves if leaf.sharded),
         unused=sum(leaf.bytes for leaf in leaves if leaf.name.startswith("mtp.")),
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         fixed=one - page_bytes - slot_bytes,
-        pages=n * -(-limits.context // limits.page_size) + 1,
-        slots=n + 1,
-        temporaries=estimate_temporaries(cfg, layout, limits) if temporaries is None else temporaries,
-        budget=budget,
+        pages=case.sequences * case.pages_per_seq + 1,
+        slots=case.sequences + 1,
+        temporaries=estimate_temporaries(case) if temporaries is None else temporaries,
+        budget=int(chip.hbm_bytes // chip.cores * case.utilization),
     )
 
 
-def estimate_temporaries(cfg: ModelConfig, layout: Layout, limits: Limits) -> int:
+def estimate_temporaries(case: Case) -> int:
     """Work space of the largest step, coarsely: logits, a layer's projections, and all gathered rows at the experts.
 
     An upper figure: it takes each of these as there at the same time, in float32 where it is computed so.
     """
-    T, D = limits.batched_tokens, cfg.hidden_size
-    logits = 2 * 4 * limits.sequences(layout) * cfg.vocab_size
+    cfg, lay = case.cfg, case.layout
+    T, D = case.batched_tokens, cfg.hidden_size
+    logits = 2 * 4 * case.sequences * cfg.vocab_size
     widths = [2 * cfg.num_heads * cfg.head_dim]
     if cfg.gated_delta is not None:
         g = cfg.gated_delta
         widths.append(g.channels + 2 * g.value_heads * g.value_dim)
-    mixer = 2 * 4 * T * max(widths) // layout.tp
-    ffn = 3 * 4 * T * (cfg.mlp_width or 0) // layout.tp
+    mixer = 2 * 4 * T * max(widths) // lay.tp
+    ffn = 3 * 4 * T * (cfg.mlp_width or 0) // lay.tp
     if cfg.moe is not None:
         # Any place may get all rows, so the sorted copies and their results hold every one.
-        ffn = max(ffn, 2 * 2 * T * layout.ep * cfg.moe.experts_per_token * D)
-    return logits + mixer + ffn + 4 * 4 * T * layout.ep * D
+        ffn = max(ffn, 2 * 2 * T * lay.ep * cfg.moe.experts_per_token * D)
+    return logits + mixer + ffn + 4 * 4 * T * lay.ep * D
+
+
+def remedies(case: Case) -> list[str]:
+    """What would make a case fit that does not: each of these alone, tried with the estimate of `memory`."""
+    out = []
+
+    def attempt(text: str, **changes: Any) -> bool:
+        """Whether the case fits with these changes. One that cannot be laid out does not."""
+        try:
+            free = memory(dataclasses.replace(case, **changes)).free
+        except ValueError:
+            return False
+        if free >= 0:
+            out.append(f"{text}: {free / GIB:,.1f} GiB a device are free then")
+        return free >= 0
+
+    if jnp.dtype(case.weight_dtype).itemsize > 1:
+        attempt("8-bit weights, --weight-dtype float8_e4m3fn", weight_dtype="float8_e4m3fn")
+    now = memory(case)
+    if now.most_sequences:
+        out.append(f"fewer slots and pages, --concurrency {now.most_sequences}")
+    if now.longest_context:
+        out.append(f"fewer pages, --isl and --osl of {now.longest_context:,} tokens together")
+    for tokens in (1024, 512, 256):
+        if case.sequences <= tokens < case.batched_tokens:
+            text = f"smaller steps, --max-num-batched-tokens {tokens}"
+            if attempt(text, batched_tokens=tokens):
+                break
+    if case.layout_name == "dp_ep":
+        for tp in (2, 4, 8, 16):
+            if tp > case.tp and attempt(f"heads and widths split, --tp {tp}", tp=tp):
+                break
+    for name in larger(case.topology):
+        if attempt(f"more devices, --topology {name}", topology=topology(name)):
+            break
+    return out

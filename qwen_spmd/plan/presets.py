@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published sizes: one small `config.json` for each model of both families, in models/, so that a plan needs no download.
+"""Published sizes: one small `config.json` for each model of both families, in models/, so that none is downloaded.
 
 They hold what the text model computes, in Hugging Face's names. A folder or a hub id gives the same from the
 checkpoint's own file.

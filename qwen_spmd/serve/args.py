@@ -87,6 +87,42 @@ class ServeArgs:
     compilation_cache_dir: Path | None = flag(  # noqa: RUF009
         None, "where compiled programs are kept between starts", engine="compilation_cache"
     )
+    tensor_parallel_size: int | None = flag(
+        None, "devices that share each rank's heads, widths and experts", "-tp", "--tp-size", "--tp", engine="tp", low=1
+    )
+    data_parallel_size: int | None = flag(
+        None, "ranks with requests and all experts of their own", "-dp", "--dp-size", engine="dp", low=1
+    )
+    expert_parallel_size: int | None = flag(
+        None, "ranks with requests of their own that share the experts", "--ep-size", "--ep", engine="ep", low=1
+    )
+    enable_expert_parallel: bool = flag(False, "the ranks of --data-parallel-size share the experts", "--enable-ep-moe")
+    layout: Literal["single", "dp_ep", "tp_ep"] | None = flag(
+        None,
+        "one device, or all of them: as ranks that share the experts, each --tensor-parallel-size wide (dp_ep), or as "
+        "one rank (tp_ep)",
+    )
+    num_redundant_experts: int | None = flag(
+        None,
+        "places for copies of experts, beyond one place each",
+        "--ep-num-redundant-experts",
+        engine="redundant_experts",
+        low=0,
+    )
+    moe_route: Literal["auto", "gather_scatter", "all_to_all"] = flag(
+        "auto", "how rows reach their experts", engine="moe_route"
+    )
+    moe_wire_dtype: Literal["auto", "fp8"] = flag("auto", "of the rows on that way", engine="moe_wire")
+
+    nnodes: int = flag(1, "processes that serve together, each started with the same flags", low=1, high=4096)
+    node_rank: int = flag(0, "which of them this is; 0 listens for requests", low=0)
+    master_addr: str | None = flag(
+        None, "HOST or HOST:PORT of node 0, where it waits for the others; a trusted network", "--dist-init-addr"
+    )
+    master_port: int | None = flag(None, "its port (default: 29501)", low=1, high=65535)
+    dist_timeout: float = flag(300.0, "seconds that all nodes have to come", low=1, high=86400)
+    node_timeout: float = flag(5.0, "seconds without a sign of a node after which all end", low=1, high=3600)
+
     seed: int | None = flag(
         None, "makes requests that bring no seed repeatable", "--random-seed", low=0, high=2**32 - 1
     )
@@ -122,16 +158,65 @@ class ServeArgs:
             raise ValueError(f"--ssl-{given}file is given, --ssl-{missing}file is missing: TLS needs both")
         if not all(self.api_key):
             raise ValueError("--api-key has an empty key, it must be non-empty strings")
+        self._check_sizes()
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank is {self.node_rank}, it must be below --nnodes, which is {self.nnodes}")
+        if self.master_addr is not None:
+            self._check_master(self.master_addr)
+        elif self.nnodes > 1:
+            raise ValueError(f"--nnodes is {self.nnodes}, --master-addr is missing: where node 0 waits for the others")
+
+    def _check_sizes(self) -> None:
+        """The layout is said in one way only."""
+        given = [
+            option(name)
+            for name in ("enable_expert_parallel", "data_parallel_size", "expert_parallel_size", "tensor_parallel_size")
+            if getattr(self, name)
+        ]
+        if self.enable_expert_parallel and self.expert_parallel_size is not None:
+            raise ValueError(f"{given[0]} and --expert-parallel-size are given: either one says who shares the experts")
+        if self.layout is not None:
+            if self.layout == "single" and self.nnodes > 1:
+                raise ValueError(
+                    f"--layout single is one device, --nnodes is {self.nnodes}: each node must have a part"
+                )
+            wrong = [name for name in given if self.layout != "dp_ep" or name != "--tensor-parallel-size"]
+            if wrong:
+                raise ValueError(f"--layout {self.layout} and {wrong[0]} are given: the layout says the sizes")
+
+    def _check_master(self, address: str) -> None:
+        host, port = _split(address)
+        if not host or not (port is None or (port.isdecimal() and 0 < int(port) <= 65535)):
+            raise ValueError(f"--master-addr is {address!r}, it must be HOST or HOST:PORT, as 10.0.0.1:29501")
+        if port is not None and self.master_port not in (None, int(port)):
+            raise ValueError(f"the port of node 0 is given twice, in --master-addr {address} and as {self.master_port}")
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """What a request's `model` may be; answers carry the first."""
         return self.served_model_name or (self.model or "qwen-spmd-demo",)
 
+    @property
+    def master(self) -> tuple[str, int]:
+        """Host and port of node 0."""
+        host, port = _split(self.master_addr or "127.0.0.1")
+        return host, int(port or self.master_port or 29501)
+
     def engine_options(self) -> dict[str, Any]:
-        """Arguments of EngineConfig: what is set. The rest it decides itself."""
+        """Arguments of EngineConfig: what is set. The rest it decides itself, and `layout` gives the mesh's sizes."""
         values = {f.metadata["engine"]: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.enable_expert_parallel:  # experts are spread over ep and tp, so this is all it takes
+            values |= {"ep": self.data_parallel_size, "dp": None}
         return {name: value for name, value in values.items() if name is not None and value is not None}
+
+
+def _split(address: str) -> tuple[str, str | None]:
+    """HOST, HOST:PORT or [HOST]:PORT -> host and port."""
+    if address.startswith("["):
+        host, _, rest = address[1:].partition("]")
+        return host, rest[1:] if rest else None
+    host, colon, port = address.partition(":")
+    return (address, None) if ":" in port else (host, port if colon else None)
 
 
 def option(name: str) -> str:
@@ -180,13 +265,14 @@ class _Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"unexpected {word!r}: there is one model, and every other value follows a flag")
         name = word.split("=")[0]
-        near = difflib.get_close_matches(name.replace("_", "-"), self._option_string_actions, n=1)
+        near = difflib.get_close_matches(name.replace("_", "-"), self._option_string_actions, n=1, cutoff=0.7)
         self.error(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else "; --help lists them all"))
 
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """The rest of the arguments of `add_argument` for a field."""
-    kinds = [kind for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))]
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(hint) if union else (hint,)
     kind = next(kind for kind in kinds if kind is not types.NoneType)
     origin = typing.get_origin(kind)
     default = " ".join(field.default) if isinstance(field.default, tuple) else field.default

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks: the one owner of KV pages and recurrent slots. Not here: who gets them and when (`scheduler.py`); the bytes.
+"""Blocks: the one owner of a rank's KV pages and recurrent slots. Not here: who gets them (`scheduler.py`); the bytes.
 
 A page or slot is free, or active: held by exactly one request, which lists it in `Request.pages` or `Request.slot`.
 Two more states belong here once they exist: cached (held by nobody, content kept, evicted on demand) and in transfer.

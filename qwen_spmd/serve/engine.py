@@ -22,6 +22,7 @@ import numpy as np
 
 from qwen_spmd import checkpoint, params
 from qwen_spmd.config import ModelConfig, load_config
+from qwen_spmd.layers.moe import route_on
 from qwen_spmd.mesh.axes import make_mesh
 from qwen_spmd.params import Params
 from qwen_spmd.serve.blocks import Blocks
@@ -64,6 +65,32 @@ class Stats:
     error: str | None
 
 
+InFlight = tuple[StepPlan, jax.Array, jax.Array | None]
+"""A step that was dispatched: its plan, its tokens, and now and then `ModelState.load` after it."""
+
+
+class ExpertLoad:
+    """How evenly the experts' work falls on this process's devices, looked at every few seconds."""
+
+    EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self.imbalance = 1.0
+        self._last: list[np.ndarray] | None = None
+        self._looked = time.monotonic()
+
+    def due(self) -> bool:
+        return time.monotonic() - self._looked > self.EVERY_S
+
+    def note(self, load: jax.Array) -> None:
+        self._looked = time.monotonic()
+        now = [np.asarray(shard.data).view(np.uint32) for shard in load.addressable_shards]
+        if self._last is not None:
+            rows = [int((new - old).sum()) for new, old in zip(now, self._last, strict=True)]  # the counts wrap
+            self.imbalance = max(rows) * len(rows) / sum(rows) if sum(rows) else 1.0
+        self._last = now
+
+
 class Engine:
     """A loaded model that serves requests on a thread of its own.
 
@@ -83,7 +110,9 @@ class Engine:
         self.max_model_len, self.vocab_size = self.sizes.scheduler.max_model_len, cfg.vocab_size
         shapes = self.sizes.shapes
         dtypes = weights.embed.dtype, jnp.dtype(config.state_dtype)
-        self._steps = Steps(cfg, weights, mesh, self.layout, shapes, *dtypes, make_route(mesh, config))
+        wire = "float8_e4m3fn" if config.moe_wire == "fp8" else None
+        route = route_on(mesh, kind=config.moe_route, wire=wire)
+        self._steps = Steps(cfg, weights, mesh, self.layout, shapes, *dtypes, route)
         self._steps.compile(progress=config.progress)
         blocks = [Blocks(shapes.pages, shapes.page_size, shapes.slots) for _ in range(self.layout.ranks)]
         self._scheduler = Scheduler(self.sizes.scheduler, blocks)
@@ -94,6 +123,7 @@ class Engine:
         self._draining = self._stopping = False
         self._error: str | None = None
         self._steps_done, self._progress = 0, time.monotonic()
+        self._expert_load = ExpertLoad()
         self._compiles_at_ready = self._compiles.count
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -152,6 +182,7 @@ class Engine:
                 waiting=s.num_waiting,
                 running_by_rank=tuple(s.running_by_rank),
                 rank_imbalance=s.imbalance,
+                expert_imbalance=self._expert_load.imbalance,
                 kv_usage=sum(b.page_usage for b in blocks) / len(blocks),
                 slot_usage=sum(b.slot_usage for b in blocks) / len(blocks),
                 step_age_s=time.monotonic() - self._progress if s.has_work else 0.0,
@@ -186,7 +217,7 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            flight: collections.deque[tuple[StepPlan, jax.Array]] = collections.deque()
+            flight: collections.deque[InFlight] = collections.deque()
             while self._turn(flight):
                 pass
             reason: FinishReason = "abort"
@@ -201,7 +232,7 @@ class Engine:
             self._stopping = True
         self.deliver(self._undelivered + ended)
 
-    def _turn(self, flight: collections.deque[tuple[StepPlan, jax.Array]]) -> bool:
+    def _turn(self, flight: collections.deque[InFlight]) -> bool:
         """Plan and dispatch a step, commit the one before. False when there is no more to do, ever."""
         with self._wake:
             while not (flight or self._undelivered or self._scheduler.has_work or self._stopping):
@@ -210,10 +241,13 @@ class Engine:
             plan = None if self._stopping else self._scheduler.schedule()
             outputs, self._undelivered = self._undelivered, []
         if plan is not None:
-            flight.append((plan, self._steps.run(self._steps.pack(plan))))
+            tokens = self._steps.run(self._steps.pack(plan))
+            flight.append((plan, tokens, self._steps.load() if self._expert_load.due() else None))
         if flight and (plan is None or len(flight) > 1):
-            done, tokens = flight.popleft()
+            done, tokens, load = flight.popleft()
             tokens = np.asarray(tokens)  # waits for the step
+            if load is not None:
+                self._expert_load.note(load)
             with self._wake:
                 outputs += self._scheduler.commit(done, tokens)
                 for output in outputs:

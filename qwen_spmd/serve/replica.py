@@ -128,8 +128,6 @@ class _Channel:
         except Exception as error:  # a bug, which must not look like silence
             log.exception("the replica's channel died")
             self._lose(f"the channel of node {self.rank} failed: {type(error).__name__}: {error}")
-        for _, connection in self._watched():
-            self._drop(connection)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -156,7 +154,7 @@ class _Channel:
             for frame in frames:
                 if connection.sock.fileno() >= 0:
                     self._take(connection, frame)
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             return self._gone(connection, f"it does not keep to the protocol: {error}")
         if ended and connection.sock.fileno() >= 0:
             self._gone(connection, "it closed the connection")

@@ -9,9 +9,9 @@ import numbers
 import time
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+from qwen_spmd.limits import MAX_STOP_IDS
 
-MAX_STOP_IDS = 16
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,9 @@ class Request:
     output       tokens committed so far
     computed     tokens whose state (KV, recurrent) is in its pages and slot, steps in flight counted in
     in_flight    tokens that steps in flight will add to `output`
-    pages, slot  what it holds; slot 0 is none
+    rank         where it runs; -1 while it does not
+    pages, slot  what it holds there; slot 0 is none
+    lane         its place in the table that steps are gathered from, -1 for none
     """
 
     id: str
@@ -114,6 +116,7 @@ class Request:
     output: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
+    rank: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     slot: int = 0
     lane: int = -1
@@ -126,3 +129,21 @@ class Request:
     def length(self) -> int:
         """Prompt and committed output."""
         return len(self.prompt) + len(self.output)
+
+    def known(self, start: int, end: int) -> list[int]:
+        """The tokens from `start` to `end` of prompt and committed output."""
+        prompt = len(self.prompt)
+        return self.prompt[start:end] + self.output[max(start - prompt, 0) : max(end - prompt, 0)]
+
+    def cut(self, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Newly sampled `ids` up to the first that ends the request, itself included, and why that does.
+
+        -1 is where the device ended it.
+        """
+        fixed = self.params.min_tokens - len(self.output)  # so many more cannot end it
+        for i, token in enumerate(ids):
+            if token < 0:
+                return ids[:i], "error"  # by our rules it goes on: where it stands is unknown
+            if token in self.stop_ids and i >= fixed:
+                return ids[: i + 1], "stop"
+        return ids, None

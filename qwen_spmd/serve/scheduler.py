@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler: which tokens of which requests the next step computes. Policy over ints in, numpy out.
+"""Scheduler: which tokens of which requests the next step computes, on which rank. Policy over ints in, numpy out.
 
-Not here: the device, text, HTTP, and which page is free (`blocks.py`).
+Not here: the device, text, HTTP, which page is free (`blocks.py`), and most of a step's arrays (`lanes.py`).
 
 One step is always in flight: step n+1 is scheduled before step n is committed. So `schedule` counts a step's tokens as
 done, as if nothing ended, and `commit` puts that right once the sampled ids arrive. Meanwhile the ids stay on the
@@ -15,110 +15,20 @@ import bisect
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
 from qwen_spmd.serve.blocks import Blocks
-from qwen_spmd.serve.request import MAX_STOP_IDS, FinishReason, Request, Status
-
-FROM_SLOT = -1
-"""In `StepPlan.tokens_T`: the token last sampled in the row's slot. As in `state.py`, which this cannot import."""
-
-INT32_MAX = 2**31 - 1
-NO_STOPS = (-1,) * MAX_STOP_IDS
-
-LANE: dict[str, tuple[type, int | tuple[int, ...], Callable[[Request], int | float | tuple[int, ...]]]] = {
-    "read_slot_B": (np.int32, 0, lambda r: r.slot),
-    "temperature_B": (np.float32, 0, lambda r: r.params.temperature if r.params.temperature >= 1e-5 else 0),
-    "top_k_B": (np.int32, 0, lambda r: min(max(r.params.top_k, 0), INT32_MAX)),
-    "top_p_B": (np.float32, 1, lambda r: r.params.top_p),
-    "min_p_B": (np.float32, 0, lambda r: r.params.min_p),
-    "seed_B": (np.uint32, 0, lambda r: r.seed),
-    "stop_ids_B": (np.int32, NO_STOPS, lambda r: r.stop_ids + NO_STOPS[len(r.stop_ids) :]),
-    "min_len_B": (np.int32, 0, lambda r: min(len(r.prompt) + r.params.min_tokens, r.max_len)),
-    "max_len_B": (np.int32, 0, lambda r: r.max_len),
-}
-"""The arrays of a step that stay the same while a request runs: dtype, padding's value, a request's value."""
+from qwen_spmd.serve.lanes import Lanes, StepPlan
+from qwen_spmd.serve.placement import prefill_work, rank_work
+from qwen_spmd.serve.request import FinishReason, Request, Status
+from qwen_spmd.serve.scheduler_config import SchedulerConfig
 
 
 class QueueFull(RuntimeError):
     """Too many requests wait; the caller should try again later."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits and sizes. Checked when made: ValueError names the field.
-
-    max_num_seqs            requests running at once
-    max_num_batched_tokens  tokens in one step
-    max_model_len           longest prompt + output
-    max_queue               requests waiting; one more is refused
-    decode_window           most iterations of a decode window
-    token_buckets           sizes that a step's tokens are padded to, ascending
-    seq_buckets             sizes that a step's sequences are padded to, ascending
-    patience_s              seconds of waiting that outweigh one level of priority: requests are served in order of
-                            arrival + priority * patience_s, so one of priority 1 goes before those of priority 0 that
-                            came patience_s later. The key never changes and time moves on, so only so many requests
-                            ever come before a given one: nobody starves. 0 is first come, first served
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    token_buckets: tuple[int, ...]
-    seq_buckets: tuple[int, ...]
-    max_queue: int = 1024
-    decode_window: int = 16
-    patience_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        def check(name: str, ok: bool, allowed: str) -> None:
-            _check(name, getattr(self, name), ok, allowed)
-
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "decode_window"):
-            check(name, getattr(self, name) >= 1, "at least 1")
-        check("max_model_len", self.max_model_len >= 2, "at least 2")
-        # A step must have room for one token of every running request.
-        seqs = self.max_num_seqs
-        check("max_num_batched_tokens", self.max_num_batched_tokens >= seqs, f"at least max_num_seqs ({seqs})")
-        check("patience_s", 0 <= self.patience_s < float("inf"), "finite and at least 0")
-        for name, cover in (("token_buckets", "max_num_batched_tokens"), ("seq_buckets", "max_num_seqs")):
-            buckets, most = getattr(self, name), getattr(self, cover)
-            check(name, len(buckets) > 0 and buckets[0] >= 1, "positive sizes")
-            check(name, list(buckets) == sorted(set(buckets)), "ascending")
-            check(name, buckets[-1] >= most, f"at least {cover} ({most}) at the end")
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class StepPlan:
-    """One step. The arrays are those of `state.Batch` and `state.Sampling`, padded to buckets and never written again.
-
-    iterations  0: a ragged step. n: a decode window of up to n iterations, where every row is one decode token
-    rows        the requests, in the order of the arrays
-    emits       the tokens that each row adds to its request's output if nothing ends
-    """
-
-    iterations: int
-    rows: list[Request]
-    emits: list[int]
-
-    tokens_T: np.ndarray
-    q_start_B: np.ndarray
-    kv_len_B: np.ndarray
-    pages_BP: np.ndarray
-    read_slot_B: np.ndarray
-    write_slot_B: np.ndarray
-    fresh_B: np.ndarray
-    emit_B: np.ndarray
-    temperature_B: np.ndarray
-    top_k_B: np.ndarray
-    top_p_B: np.ndarray
-    min_p_B: np.ndarray
-    seed_B: np.ndarray
-    stop_ids_B: np.ndarray
-    min_len_B: np.ndarray
-    max_len_B: np.ndarray
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,32 +43,36 @@ class Output:
 class Scheduler:
     """Continuous batching. A step takes a token of each decoding request, then chunks of prompts, then new requests.
 
-    Requests are served in the order that `SchedulerConfig.patience_s` gives. If the first that waits does not fit, no
-    other passes it. If one that runs lacks a page, the last that run give theirs up and are computed again later. That
-    changes no token: a token depends on seed and position only.
+    A step is the same program on every rank, each with rows of its own. Requests wait in one queue, in the order that
+    `SchedulerConfig.patience_s` gives, and belong to no rank until they run. The first goes to the rank with the least
+    work among those where it fits; if it fits nowhere, no other passes it. If one that runs lacks a page, the last that
+    run on its rank give theirs up and are computed again later, on any rank. That changes no token: a token depends on
+    seed and position only.
+
+    rank_tokens  tokens scheduled so far, by rank
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: Blocks) -> None:
-        self.config, self.blocks = config, blocks
+    def __init__(self, config: SchedulerConfig, blocks: Sequence[Blocks]) -> None:
+        sizes = [(b.num_pages, b.page_size, b.num_slots) for b in blocks]
+        if len(set(sizes)) != 1:
+            raise ValueError(f"blocks is of sizes {sizes}, it must be one for each rank, all of the same sizes")
+        self.config, self.blocks = config, list(blocks)
         self.preemptions = 0
-        self.scheduled_tokens = 0
         self.padding_tokens = 0
         self.generated_tokens = 0
         self.finished: collections.Counter[FinishReason] = collections.Counter()
+        self.rank_tokens = [0] * len(blocks)
+        self._imbalance, self._steps = 0.0, 0
         # All in order of `_key`. A request is prefilling until the last of its known tokens is planned.
         self._waiting: list[Request] = []
-        self._prefilling: list[Request] = []
-        self._decoding: list[Request] = []
-        # A row ("lane") for each running request, so that a step's arrays are one gather. The last one is padding's.
-        self._free_lanes = list(range(config.max_num_seqs))[::-1]
-        lanes, pages = config.max_num_seqs + 1, blocks.pages_for(config.max_model_len)
-        self._lanes = {"pages_BP": np.zeros((lanes, pages), np.int32)}
-        self._lanes |= {name: np.array([padding] * lanes, dtype) for name, (dtype, padding, _) in LANE.items()}
-        # The last gather, and whether a lane got pages since.
-        self._rows: list[Request] = []
-        self._index_B = np.zeros(0, np.int64)
-        self._arrays: dict[str, np.ndarray] = {}
-        self._grown = False
+        self._prefilling: list[list[Request]] = [[] for _ in blocks]
+        self._decoding: list[list[Request]] = [[] for _ in blocks]
+        self._lanes = Lanes(
+            ranks=len(blocks),
+            count=config.max_num_seqs,
+            pages=blocks[0].pages_for(config.max_model_len),
+            buckets=config.seq_buckets,
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -166,29 +80,33 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+        return sum(self.running_by_rank)
+
+    @property
+    def running_by_rank(self) -> list[int]:
+        """Running requests by rank."""
+        return [len(p) + len(d) for p, d in zip(self._prefilling, self._decoding)]
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._prefilling or self._decoding)
+        return bool(self._waiting or any(self._prefilling) or any(self._decoding))
+
+    @property
+    def scheduled_tokens(self) -> int:
+        return sum(self.rank_tokens)
+
+    @property
+    def imbalance(self) -> float:
+        """Mean over steps of the most tokens that a rank had over the mean of all: 1 is even, also before any step."""
+        return self._imbalance / self._steps if self._steps else 1.0
 
     def add(self, request: Request) -> None:
-        """Queue a request. ValueError if it can never run, QueueFull if it cannot wait."""
-        r, most = request, self.config.max_model_len
-        low, high = min(r.prompt, default=0), max(r.prompt, default=0)
-        room = (self.blocks.num_pages - 1) * self.blocks.page_size
-        _check("prompt", "empty", len(r.prompt) > 0, "at least one token")
-        _check("prompt", f"ids {low} to {high}", low >= 0 and high <= INT32_MAX, "ids of the vocabulary")
-        _check("prompt", f"{len(r.prompt)} tokens", len(r.prompt) < r.max_len, f"shorter than max_len ({r.max_len})")
-        _check("max_len", r.max_len, r.max_len <= most, f"at most max_model_len ({most})")
-        _check("max_len", r.max_len, r.max_len <= room, f"at most {room}, the tokens that the KV pages hold")
-        _check("stop_ids", r.stop_ids, len(r.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids")
-        _check("stop_ids", r.stop_ids, all(0 <= i <= INT32_MAX for i in r.stop_ids), "ids of the vocabulary")
-        _check("priority", r.priority, abs(r.priority) <= INT32_MAX, "a 32-bit integer")
-        _check("seed", r.seed, 0 <= r.seed < 2**32, "an unsigned 32-bit integer")
+        """Queue a request. ValueError if it can never run on one rank, QueueFull if it cannot wait."""
+        blocks = self.blocks[0]
+        self.config.check(request, (blocks.num_pages - 1) * blocks.page_size)
         if len(self._waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self._waiting)} requests wait, as many as max_queue allows; try again later")
-        bisect.insort(self._waiting, r, key=self._key)
+        bisect.insort(self._waiting, request, key=self._key)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request now and free what it holds, wherever it is. Nothing if it has ended already.
@@ -200,32 +118,32 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None if there is nothing to do before the step in flight is committed."""
-        preemptions = self.preemptions
-        decode, iterations = self._decode()
-        # Who just lost its pages to others would only take them back.
-        admit = self.preemptions == preemptions
-        chunks = self._prefill(self.config.max_num_batched_tokens - len(decode), admit)
-        if chunks:
+        decode, iterations, lost = self._decode()
+        chunks = self._prefill([self.config.max_num_batched_tokens - len(rows) for rows in decode], lost)
+        if any(chunks):
             return self._ragged(decode, chunks)
-        return self._window(decode, iterations) if decode else None
+        return self._window(decode, iterations) if any(decode) else None
 
     def commit(self, plan: StepPlan, tokens: np.ndarray) -> list[Output]:
-        """Take a step's sampled ids, [B] or [B, iterations or more]; -1 where a row had ended. The oldest step first.
+        """Take a step's sampled ids, [ranks, B, iterations or more]; -1 where a row had ended. The oldest step first.
 
         Pages and slots of a request that ends are free at once, though the next step, in flight, may still have a row
         for it: the device runs steps in order, and whoever gets them next writes in a step after that one.
         """
-        outputs, live, now = [], len(plan.rows), time.monotonic()
-        tokens_BN = tokens.reshape(len(tokens), -1)[:live]
-        if len(tokens_BN) < live or tokens_BN.shape[1] < max(plan.emits):
-            raise ValueError(f"tokens is {tokens.shape}, it must be at least {(live, max(plan.emits))}")
+        now, outputs, shape = time.monotonic(), [], (*plan.kv_len_B.shape, max(chain.from_iterable(plan.emits)))
+        if tokens.ndim != 3 or tokens.shape[:2] != shape[:2] or tokens.shape[2] < shape[2]:
+            raise ValueError(f"tokens is {tokens.shape}, it must be {shape} or longer")
         # Most rows just go on: find the others for all rows at once.
-        stops_B = (tokens_BN[:, :, None] == plan.stop_ids_B[:live, None, :]).any((1, 2)) | (tokens_BN < 0).any(1)
-        for r, emits, ids, stops in zip(plan.rows, plan.emits, tokens_BN.tolist(), stops_B.tolist()):
+        live = np.flatnonzero(plan.kv_len_B)
+        tokens_BN, stop_ids_B = (x.reshape(-1, x.shape[2]).take(live, 0) for x in (tokens, plan.stop_ids_B))
+        stops_B = (tokens_BN[:, :, None] == stop_ids_B[:, None, :]).any((1, 2)) | (tokens_BN < 0).any(1)
+        rows, emits_B = chain.from_iterable(plan.rows), chain.from_iterable(plan.emits)
+        for r, emits, ids, stops in zip(rows, emits_B, tokens_BN.tolist(), stops_B.tolist()):
             if r.finish_reason or not emits:
                 continue
             r.in_flight -= emits
-            ids, reason = self._cut(r, ids[:emits]) if stops else (ids[:emits], None)
+            del ids[emits:]
+            ids, reason = r.cut(ids) if stops else (ids, None)
             r.output += ids
             if r.first_token is None:
                 r.first_token = now
@@ -237,167 +155,147 @@ class Scheduler:
             outputs.append(Output(r, ids, reason))
         return outputs
 
-    @staticmethod
-    def _cut(request: Request, ids: list[int]) -> tuple[list[int], FinishReason | None]:
-        """`ids` up to the first that ends the request, itself included."""
-        fixed = request.params.min_tokens - len(request.output)  # so many more cannot end it
-        for i, token in enumerate(ids):
-            if token < 0:
-                return ids[:i], "error"  # the device ended it, by our rules it goes on: where it stands is unknown
-            if token in request.stop_ids and i >= fixed:
-                return ids[: i + 1], "stop"
-        return ids, None
-
     def _key(self, request: Request) -> tuple[float, str]:
         return request.arrival + request.priority * self.config.patience_s, request.id
 
-    # The parts of `schedule`.
+    # The parts of `schedule`. Lists are by rank.
 
-    def _decode(self) -> tuple[list[Request], int]:
-        """The requests that decode in this step and for how many iterations, with the pages that this takes."""
+    def _decode(self) -> tuple[list[list[Request]], int, set[int]]:
+        """The requests that decode in this step and for how many iterations, with the pages that this takes.
+
+        The set is the ranks where requests gave up theirs for it.
+        """
         # Without the ones that the steps in flight take to max_len.
-        rows = [r for r in self._decoding if r.computed + 1 < r.max_len]
-        n = min(1, len(rows))
-        if rows and not self._waiting and not self._prefilling:
-            n = min(self.config.decode_window, max(r.max_len - 1 - r.computed for r in rows))
+        rows = [[r for r in decoding if r.computed + 1 < r.max_len] for decoding in self._decoding]
+        n, size = int(any(rows)), self.blocks[0].page_size
+        lost: set[int] = set()
+        if n and not self._waiting and not any(self._prefilling):
+            n = min(self.config.decode_window, max([r.max_len - r.computed for r in chain.from_iterable(rows)]) - 1)
         while True:
-            size = self.blocks.page_size
             # A row computes up to n more tokens, and never the last one of max_len.
-            grow = [(r, min(r.computed + n, r.max_len - 1)) for r in rows if r.computed + n > len(r.pages) * size]
-            if sum(self.blocks.pages_for(t) - len(r.pages) for r, t in grow) <= self.blocks.free_pages:
+            grow = [
+                (r, min(r.computed + n, r.max_len - 1))
+                for r in chain.from_iterable(rows)
+                if r.computed + n > len(r.pages) * size
+            ]
+            left = [blocks.free_pages for blocks in self.blocks]
+            for r, t in grow:
+                left[r.rank] -= self.blocks[r.rank].pages_for(t) - len(r.pages)
+            if min(left) >= 0:
                 break
             if n > 1:
                 n //= 2
                 continue
-            self._preempt()
-            rows = [r for r in rows if r.status is Status.RUNNING]
+            rank = left.index(min(left))
+            self._preempt(rank)
+            lost.add(rank)
+            rows[rank] = [r for r in rows[rank] if r.status is Status.RUNNING]
         for r, t in grow:
             held = len(r.pages)
-            self.blocks.grow(r, t)
-            self._lanes["pages_BP"][r.lane, held : len(r.pages)] = r.pages[held:]
-            self._grown = True
-        return rows, n
+            self.blocks[r.rank].grow(r, t)
+            self._lanes.grow(r, held)
+        return rows, n, lost
 
-    def _prefill(self, budget: int, admit: bool) -> list[tuple[Request, int]]:
-        """Chunks of known tokens, together at most `budget`, of requests that run and then of those that wait."""
-        chunks: list[tuple[Request, int]] = []
-        for r in self._prefilling:
-            if not budget:
-                break
-            chunks.append((r, min(r.length - r.computed, budget)))
-            budget -= chunks[-1][1]
-        while admit and budget and self._waiting and self._seat(self._waiting[0]):
+    def _prefill(self, budgets: list[int], lost: set[int]) -> list[list[tuple[Request, int]]]:
+        """Chunks of known tokens within the budgets, of requests that run and then of those that wait."""
+        chunks: list[list[tuple[Request, int]]] = [[] for _ in budgets]
+
+        def chunk(r: Request) -> None:
+            n = min(r.length - r.computed, budgets[r.rank])
+            chunks[r.rank].append((r, n))
+            budgets[r.rank] -= n
+
+        for r in chain.from_iterable(self._prefilling):
+            if budgets[r.rank]:
+                chunk(r)
+        # Who just lost its pages to others would only take them back.
+        ranks = [rank for rank in range(len(budgets)) if rank not in lost]
+        work: list[int] = []
+        while self._waiting and (rank := self._place(self._waiting[0], ranks, budgets, work)) is not None:
             r = self._waiting.pop(0)
-            bisect.insort(self._prefilling, r, key=self._key)
-            chunks.append((r, min(r.length, budget)))
-            budget -= chunks[-1][1]
+            self._seat(r, rank)
+            chunk(r)
+            if work:
+                work[rank] += prefill_work(r)
         # Sequences of one token come first in a batch, whatever they are.
-        return sorted(chunks, key=lambda chunk: chunk[1] > 1)
+        return [sorted(of_rank, key=lambda chunk: chunk[1] > 1) for of_rank in chunks]
 
-    def _ragged(self, decode: list[Request], chunks: list[tuple[Request, int]]) -> StepPlan:
+    def _place(self, request: Request, ranks: list[int], budgets: list[int], work: list[int]) -> int | None:
+        """The one of `ranks` for a waiting request: that with the least work, of those with all it needs to start.
+
+        That is pages for its known tokens and one more, a slot, a lane and a token of the budget. Between ranks with
+        the same work, pages and slots in use decide. `work` is empty until it is first needed.
+        """
+        # Tokens in flight are part of the text it has to start from.
+        if request.in_flight:
+            return None
+        blocks, pages = self.blocks, self.blocks[0].pages_for(request.length + 1)
+        fits = [
+            k
+            for k in ranks
+            if budgets[k] and self._lanes.free(k) and blocks[k].free_slots and blocks[k].free_pages >= pages
+        ]
+        if len(fits) < 2:
+            return fits[0] if fits else None
+        if not work:
+            work.extend(map(rank_work, self._prefilling, self._decoding))
+        return min(fits, key=lambda k: (work[k], -blocks[k].free_pages, -blocks[k].free_slots))
+
+    def _ragged(self, decode: list[list[Request]], chunks: list[list[tuple[Request, int]]]) -> StepPlan:
         """One token of each of `decode`, then the chunks."""
-        rows, first = decode + [r for r, _ in chunks], len(decode)
-        arrays = self._gather(rows)
-        for r in decode:
+        rows = [of_rank + [r for r, _ in after] for of_rank, after in zip(decode, chunks)]
+        emits = [[1] * len(of_rank) for of_rank in rows]
+        known: list[list[list[int]]] = [[] for _ in rows]
+        for r in chain.from_iterable(decode):
             r.computed += 1
             r.in_flight += 1
-        counts = [1] * first + [n for _, n in chunks]
-        total = sum(counts)
-        tokens_T = np.zeros(_bucket(self.config.token_buckets, total), np.int32)
-        tokens_T[:first] = FROM_SLOT
-        q_start_B = np.full_like(arrays["q_start_B"], total)
-        q_start_B[: len(rows)] = np.cumsum(counts) - counts
-        fresh_B, emit_B = arrays["fresh_B"].copy(), arrays["emit_B"].copy()
-        emits = [1] * len(rows)
-        for b, (r, n) in enumerate(chunks, first):
-            start, end, prompt = r.computed, r.computed + n, len(r.prompt)
-            known = r.prompt[start:end] + r.output[max(start - prompt, 0) : max(end - prompt, 0)]
-            tokens_T[q_start_B[b] : q_start_B[b + 1]] = known
-            fresh_B[b] = start == 0
-            r.computed = end
-            if end == r.length:
-                r.in_flight = 1
-                self._prefilling.remove(r)
-                bisect.insort(self._decoding, r, key=self._key)
-            else:
-                emits[b] = 0
-        emit_B[: len(rows)] = emits
-        self.scheduled_tokens += total
-        self.padding_tokens += len(tokens_T) - total
-        return StepPlan(
-            iterations=0,
-            rows=rows,
-            emits=emits,
-            kv_len_B=self._kv_len(0),
-            **arrays | {"tokens_T": tokens_T, "q_start_B": q_start_B, "fresh_B": fresh_B, "emit_B": emit_B},
-        )
+        for rank, after in enumerate(chunks):
+            for b, (r, n) in enumerate(after, len(decode[rank])):
+                known[rank].append(r.known(r.computed, r.computed + n))
+                r.computed += n
+                if r.computed == r.length:
+                    r.in_flight = 1
+                    self._prefilling[rank].remove(r)
+                    bisect.insort(self._decoding[rank], r, key=self._key)
+                else:
+                    emits[rank][b] = 0
+        plan = self._lanes.ragged(rows, known, emits, self.config.token_buckets)
+        self._count(plan.q_start_B[:, -1].tolist(), plan.tokens_T.size)
+        return plan
 
-    def _window(self, rows: list[Request], n: int) -> StepPlan:
+    def _window(self, rows: list[list[Request]], n: int) -> StepPlan:
         """Up to `n` tokens of each row."""
-        arrays = self._gather(rows)
-        kv_len_B = self._kv_len(1)
-        emits = np.minimum(arrays["max_len_B"] - kv_len_B, n)[: len(rows)].tolist()
-        for r, count in zip(rows, emits):
+        plan = self._lanes.window(rows, n)
+        for r, count in zip(chain.from_iterable(rows), chain.from_iterable(plan.emits)):
             r.computed += count
             r.in_flight += count
-        total = sum(emits)
-        self.scheduled_tokens += total
-        self.padding_tokens += len(kv_len_B) * n - total
-        return StepPlan(iterations=n, rows=rows, emits=emits, kv_len_B=kv_len_B, **arrays)
+        self._count([sum(of_rank) for of_rank in plan.emits], plan.kv_len_B.size * n)
+        return plan
 
-    def _gather(self, rows: list[Request]) -> dict[str, np.ndarray]:
-        """The arrays of a step with these rows, but for `kv_len_B`, as if each decoded one token.
-
-        While the rows stay the same these are the same objects, so a caller may keep what it made of them.
-        """
-        if rows != self._rows:
-            B = _bucket(self.config.seq_buckets, len(rows))
-            self._rows, self._index_B = rows, np.full(B, self.config.max_num_seqs)
-            self._index_B[: len(rows)] = [r.lane for r in rows]
-            self._arrays = {name: lanes[self._index_B] for name, lanes in self._lanes.items()}
-            self._arrays |= {
-                "tokens_T": np.where(np.arange(B) < len(rows), np.int32(FROM_SLOT), np.int32(0)),
-                "q_start_B": np.minimum(np.arange(B + 1, dtype=np.int32), len(rows)),
-                "write_slot_B": self._arrays["read_slot_B"],
-                "fresh_B": np.zeros(B, np.bool_),
-                "emit_B": np.arange(B) < len(rows),
-            }
-        elif self._grown:
-            self._arrays["pages_BP"] = self._lanes["pages_BP"][self._index_B]
-        self._grown = False
-        return self._arrays
-
-    def _kv_len(self, ahead: int) -> np.ndarray:
-        """`computed` of the gathered rows plus `ahead`, 0 for padding."""
-        kv_len_B = np.zeros(len(self._index_B), np.int32)
-        kv_len_B[: len(self._rows)] = [r.computed for r in self._rows]
-        kv_len_B[: len(self._rows)] += ahead
-        return kv_len_B
+    def _count(self, totals: list[int], room: int) -> None:
+        """Note a step of `totals` tokens by rank, in arrays that have room for so many in all."""
+        total = sum(totals)
+        self.rank_tokens = [sum(each) for each in zip(self.rank_tokens, totals)]
+        self.padding_tokens += room - total
+        self._imbalance += max(totals) * len(totals) / total
+        self._steps += 1
 
     # The moves of a request.
 
-    def _seat(self, request: Request) -> bool:
-        """Make a waiting request a running one if all it needs for its known tokens and one more is free."""
-        r, lanes = request, self._lanes
-        # Tokens in flight are part of the text it has to start from.
-        if r.in_flight or not self._free_lanes or not self.blocks.free_slots:
-            return False
-        if not self.blocks.grow(r, r.length + 1):
-            return False
-        self.blocks.take_slot(r)
-        r.status, r.lane = Status.RUNNING, self._free_lanes.pop()
+    def _seat(self, request: Request, rank: int) -> None:
+        """Make a waiting request a running one of `rank`, where it fits."""
+        r, blocks = request, self.blocks[rank]
+        blocks.grow(r, r.length + 1)
+        blocks.take_slot(r)
+        r.status, r.rank = Status.RUNNING, rank
         if r.first_scheduled is None:
             r.first_scheduled = time.monotonic()
-        lanes["pages_BP"][r.lane] = 0
-        lanes["pages_BP"][r.lane, : len(r.pages)] = r.pages
-        for name, (_, _, value) in LANE.items():
-            lanes[name][r.lane] = value(r)
-        self._rows = []  # the last gather may have another lane of the same request
-        return True
+        self._lanes.take(r)
+        bisect.insort(self._prefilling[rank], r, key=self._key)
 
-    def _preempt(self) -> None:
-        """Make the running request that is last in order a waiting one that has nothing computed."""
-        r = max((requests[-1] for requests in (self._prefilling, self._decoding) if requests), key=self._key)
+    def _preempt(self, rank: int) -> None:
+        """Make the running request that is last in order on the rank a waiting one that has nothing computed."""
+        r = max((of_kind[rank][-1] for of_kind in (self._prefilling, self._decoding) if of_kind[rank]), key=self._key)
         self._leave(r)
         r.status, r.computed = Status.WAITING, 0
         r.preemptions += 1
@@ -411,19 +309,11 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Out of the list that it is in, with nothing held."""
-        for requests in (self._waiting,) if request.lane < 0 else (self._prefilling, self._decoding):
+        rank = request.rank
+        for requests in (self._waiting,) if rank < 0 else (self._prefilling[rank], self._decoding[rank]):
             if request in requests:
                 requests.remove(request)
-        if request.lane >= 0:
-            self._free_lanes.append(request.lane)
-            request.lane = -1
-        self.blocks.release(request)
-
-
-def _bucket(sizes: tuple[int, ...], count: int) -> int:
-    return sizes[bisect.bisect_left(sizes, count)]
-
-
-def _check(name: str, value: object, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} is {value}, it must be {allowed}")
+        if rank >= 0:
+            self._lanes.give(request)
+            self.blocks[rank].release(request)
+            request.rank = -1

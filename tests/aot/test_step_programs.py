@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from qwen_spmd import params
 from qwen_spmd.config import load_config
 from qwen_spmd.mesh.axes import AXES, make_mesh
-from qwen_spmd.mesh.rules import SINGLE
+from qwen_spmd.mesh.rules import layout
 from qwen_spmd.serve.sizes import Shapes
 from qwen_spmd.serve.step import Steps
 
@@ -34,24 +34,23 @@ TPU = "tpu7x:2x2x1"
 
 
 def make_steps(mesh) -> Steps:
-    """Steps without any array: traced, so that the mesh may be of devices that are not there."""
-    cfg, made = load_config(FOLDER), []
-    declared, specs = params.abstract(cfg, jnp.bfloat16), params.specs(cfg, SINGLE)
+    """Steps without any array, so that the mesh may be of devices that are not there."""
+    cfg, sizes = load_config(FOLDER), dict(mesh.shape)
+    plan = layout(cfg.dims(), **sizes)
     put = lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
-    weights = jax.tree.map(put, declared, specs)
-
-    def build():
-        made.append(Steps(cfg, weights, mesh, SINGLE, SHAPES, jnp.bfloat16, jnp.float32))
-        return made[0].state
-
-    state = jax.eval_shape(build)
-    made[0].state = state
-    return made[0]
+    weights = jax.tree.map(put, params.abstract(cfg, jnp.bfloat16, plan), params.specs(cfg, plan))
+    return Steps(cfg, weights, mesh, plan, SHAPES, jnp.bfloat16, jnp.float32)
 
 
-@pytest.fixture(scope="module")
-def steps():
-    return make_steps(make_mesh())
+def share(steps: Steps):
+    """One device's part of the state."""
+    local = lambda s: jax.ShapeDtypeStruct(s.sharding.shard_shape(s.shape), s.dtype)  # noqa: E731
+    return jax.tree.map(local, steps.abstract_state)
+
+
+@pytest.fixture(scope="module", params=[(1, 1, 1), (1, 4, 2)], ids=["one device", "ep=4 tp=2"])
+def steps(request):
+    return make_steps(make_mesh(*request.param))
 
 
 @pytest.fixture(scope="module", params=[RAGGED, WINDOW], ids=["ragged", "window"])
@@ -66,7 +65,7 @@ def compiled(lowered):
 
 def test_state_is_updated_in_place(compiled, steps):
     """Every array of the state is an output in its own memory, and nothing as big as a pool is made besides."""
-    state = steps.state
+    state = share(steps)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes == params.num_bytes(state)
     aliases = re.search(r"input_output_alias=\{(.*?) \}, entry", text)
@@ -87,7 +86,8 @@ def test_one_program_that_needs_no_host(compiled):
 
 def test_all_mesh_axes_exist(lowered, steps):
     assert steps.mesh.axis_names == AXES == ("dp", "ep", "tp")
-    assert '["dp"=1, "ep"=1, "tp"=1]' in lowered.as_text()
+    sizes = ", ".join(f'"{axis}"={size}' for axis, size in steps.mesh.shape.items())
+    assert f"[{sizes}]" in lowered.as_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -99,15 +99,19 @@ def test_compiles_for_tpu():
     for program in json.loads(out.stdout.splitlines()[-1]):
         # The arrays are padded to the tiles of the memory there.
         assert program["alias"] >= program["state"]
+        assert program["temporary"] < program["state"] / 4, "a pool is copied"
 
 
 if __name__ == "__main__":
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TPU).devices
-    tpu_steps, programs = make_steps(make_mesh(devices=devices)), []
-    for key in (RAGGED, WINDOW):
-        analysis = tpu_steps.lower(key).compile().memory_analysis()
-        state_bytes = params.num_bytes(tpu_steps.state)
-        programs.append({"alias": analysis.alias_size_in_bytes, "state": state_bytes})
+    programs = []
+    for sizes in ((1, 1, 1), (1, 8, 1), (1, 4, 2)):
+        tpu_steps = make_steps(make_mesh(*sizes, devices=devices))
+        state_bytes = params.num_bytes(share(tpu_steps))
+        for key in (RAGGED, WINDOW):
+            memory = tpu_steps.lower(key).compile().memory_analysis()
+            temporary = memory.temp_size_in_bytes
+            programs.append({"alias": memory.alias_size_in_bytes, "state": state_bytes, "temporary": temporary})
     print(json.dumps(programs))

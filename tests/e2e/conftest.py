@@ -8,12 +8,11 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from qwen_spmd import params
 from qwen_spmd.config import from_hf
 from qwen_spmd.mesh.axes import make_mesh
+from qwen_spmd.mesh.rules import SINGLE
 from qwen_spmd.serve.engine import Engine
 from qwen_spmd.serve.request import Request, SamplingParams
 from qwen_spmd.serve.sizes import EngineConfig
@@ -50,7 +49,7 @@ def model():
     weights = jax.jit(lambda key: params.init(cfg, jnp.float32, key))(jax.random.key(0))
     # Larger embeddings than at the start of a training, so that the next token depends on the text.
     weights = weights.replace(embed=weights.embed * 50, lm_head=weights.lm_head * 50)
-    return cfg, jax.device_put(weights, NamedSharding(make_mesh(), P()))
+    return cfg, params.place(weights, cfg, make_mesh(), SINGLE)
 
 
 class Harness:
@@ -95,8 +94,9 @@ class Harness:
 
     def free(self):
         blocks = self.engine._scheduler.blocks
-        blocks.check([])
-        return blocks.free_pages, blocks.free_slots
+        for of_rank in blocks:
+            of_rank.check([])
+        return [(of_rank.free_pages, of_rank.free_slots) for of_rank in blocks]
 
     def close(self):
         self.engine.stop()

@@ -57,10 +57,48 @@ def test_sglangs_names_are_aliases():
 
 
 def test_the_engine_gets_what_is_set_under_its_own_names():
-    assert parse([]).engine_options() == {"dtype": "auto", "state_dtype": "float32", "memory_utilization": 0.9}
+    auto = dict.fromkeys(("dtype", "moe_route", "moe_wire"), "auto")
+    assert parse([]).engine_options() == auto | {"state_dtype": "float32", "memory_utilization": 0.9}
     argv = ["--num-gpu-blocks-override", "5", "--max-num-queued-reqs", "4", "--port", "3"]
     assert parse(argv).engine_options().items() >= {"num_pages": 5, "max_queue": 4}.items()
     assert "port" not in parse(argv).engine_options()
+
+
+@pytest.mark.parametrize(
+    ("argv", "sizes"),
+    [
+        ([], {}),
+        (["-tp", "4"], {"tp": 4}),
+        (["--tp-size", "4", "-dp", "2"], {"tp": 4, "dp": 2}),
+        (["--data-parallel-size", "2", "--ep-size", "8"], {"dp": 2, "ep": 8}),
+        (["--ep", "8"], {"ep": 8}),
+        (["-dp", "8", "--enable-expert-parallel"], {"ep": 8}),
+        (["-dp=4", "-tp=2", "--enable-expert-parallel"], {"ep": 4, "tp": 2}),
+        (["-tp", "8", "--enable-expert-parallel"], {"tp": 8}),
+        (["--layout", "dp_ep", "-tp", "2"], {"tp": 2}),
+        (["--num-redundant-experts", "3"], {"redundant_experts": 3}),
+    ],
+)
+def test_sizes_of_the_mesh(argv, sizes):
+    args = parse(argv)
+    names = ("dp", "ep", "tp", "redundant_experts")
+    assert {name: n for name, n in args.engine_options().items() if name in names} == sizes
+
+
+@pytest.mark.parametrize(
+    ("argv", "master"),
+    [
+        (["--nnodes", "2", "--master-addr", "a.b", "--node-rank", "1"], ("a.b", 29501)),
+        (["--nnodes=2", "--master-addr=10.0.0.1", "--master-port=5"], ("10.0.0.1", 5)),
+        (["--nnodes=2", "--dist-init-addr=10.0.0.1:5"], ("10.0.0.1", 5)),
+        (["--nnodes=2", "--master-addr=10.0.0.1:5", "--master-port=5"], ("10.0.0.1", 5)),
+        (["--nnodes=2", "--master-addr=fd00::1"], ("fd00::1", 29501)),
+        (["--nnodes=2", "--master-addr=[fd00::1]:7"], ("fd00::1", 7)),
+        (["--nnodes=2", "--master-addr=[fd00::1]", "--master-port=8"], ("fd00::1", 8)),
+    ],
+)
+def test_where_node_0_is(argv, master):
+    assert parse(argv).master == master
 
 
 @pytest.mark.parametrize(
@@ -83,6 +121,23 @@ def test_the_engine_gets_what_is_set_under_its_own_names():
         (["--ssl-keyfile", "k"], ["--ssl-certfile is missing"]),
         (["--ssl-certfile", "c"], ["--ssl-keyfile is missing"]),
         (["--api-key", ""], ["--api-key"]),
+        (["-tp", "0"], ["--tensor-parallel-size is 0", "at least 1"]),
+        (["--layout", "ep"], ["--layout", "'ep'", "dp_ep"]),
+        (["--layout", "single", "-tp", "2"], ["--layout single and --tensor-parallel-size"]),
+        (["--layout", "tp_ep", "-tp", "2"], ["--layout tp_ep and --tensor-parallel-size"]),
+        (["--layout", "dp_ep", "-dp", "2"], ["--layout dp_ep and --data-parallel-size"]),
+        (["--layout", "dp_ep", "--ep", "2"], ["--layout dp_ep and --expert-parallel-size"]),
+        (["--layout", "dp_ep", "--enable-expert-parallel"], ["--layout dp_ep and --enable-expert-parallel"]),
+        (["--ep", "2", "--enable-expert-parallel"], ["--enable-expert-parallel and --expert-parallel-size"]),
+        (["--moe-route", "ring"], ["--moe-route", "'ring'", "all_to_all"]),
+        (["--nnodes", "2"], ["--nnodes is 2, --master-addr is missing"]),
+        (["--node-rank", "1"], ["--node-rank is 1, it must be below --nnodes, which is 1"]),
+        (["--nnodes=2", "--master-addr=h", "--layout=single"], ["--layout single is one device, --nnodes is 2"]),
+        (["--master-addr", "h:x"], ["--master-addr is 'h:x', it must be HOST or HOST:PORT"]),
+        (["--master-addr", "h:70000"], ["--master-addr is 'h:70000'"]),
+        (["--master-addr", ":5"], ["--master-addr is ':5'"]),
+        (["--master-addr", "h:5", "--master-port", "6"], ["given twice", "h:5", "6"]),
+        (["--enable-prefix-caching"], ["unknown flag --enable-prefix-caching; --help"]),  # nothing is near enough
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused(capsys, argv, parts):

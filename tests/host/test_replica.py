@@ -224,6 +224,7 @@ def hello(rank, version=VERSION, magic=MAGIC):
         (HEADER.pack(MAGIC, VERSION, 77, 0, 0, 0, 0, 0), "77"),
         (b"", None),
     ],
+    ids=["http", "version", "long", "empty", "kind", "no kind", "silent"],
 )
 def test_strangers_do_not_disturb(said, answer):
     port = free_port()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler, against a simulated device that notices any page, slot, position or flag that is wrong.
 
-The device keeps what a real one keeps (pages, recurrent slots, last tokens, stop flags) as token ids with their owner,
-and its model's next token depends on every token before it. Always one step is in flight. Not here: real programs.
+Each rank's device keeps what a real one keeps (pages, recurrent slots, last tokens, stop flags) as token ids with their
+owner, and its model's next token depends on every token before it. Always one step is in flight. Not here: real
+programs.
 """
 
 import dataclasses
+import types
 import zlib
 
 import numpy as np
@@ -13,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_spmd.limits import FROM_SLOT
 from qwen_spmd.serve.blocks import Blocks
+from qwen_spmd.serve.placement import DECODE_COST, HORIZON
 from qwen_spmd.serve.request import Request, SamplingParams, Status
-from qwen_spmd.serve.scheduler import FROM_SLOT, QueueFull, Scheduler, SchedulerConfig
+from qwen_spmd.serve.scheduler import QueueFull, Scheduler
+from qwen_spmd.serve.scheduler_config import SchedulerConfig
 
 VOCAB = 11
 DTYPES = {"temperature_B": "f4", "top_p_B": "f4", "min_p_B": "f4", "seed_B": "u4", "fresh_B": "?", "emit_B": "?"}
@@ -39,7 +44,15 @@ def alone(r):
             return tokens[len(r.prompt) :], "length"
 
 
+def of_rank(plan, rank):
+    """A plan as one rank sees it."""
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    return types.SimpleNamespace(**{k: v if k == "iterations" else v[rank] for k, v in fields.items()})
+
+
 class Device:
+    """One rank's."""
+
     def __init__(self, page_size):
         self.page_size = page_size
         self.pages, self.memory, self.token, self.stopped = {}, {}, {}, {0: True}
@@ -74,10 +87,38 @@ class Device:
         return token
 
 
+class Watched(Scheduler):
+    """Notes at each admission which ranks had all but perhaps the budget, and their order."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seats = []
+
+    def fits(self, request):
+        pages, most = self.blocks[0].pages_for(request.length + 1), self.config.max_num_seqs
+        ranks = zip(self.blocks, self.running_by_rank)
+        return [k for k, (b, n) in enumerate(ranks) if n < most and b.free_slots and b.free_pages >= pages]
+
+    def order(self, rank):
+        work, blocks = 0, self.blocks[rank]
+        for r in self._prefilling[rank]:
+            work += len(r.prompt) + len(r.output) - r.computed
+            work += DECODE_COST * min(HORIZON, r.max_len - len(r.prompt) - len(r.output))
+        for r in self._decoding[rank]:
+            work += DECODE_COST * min(HORIZON, r.max_len - r.computed)
+        return work, -blocks.free_pages, -blocks.free_slots, rank
+
+    def _seat(self, request, rank):
+        fits = self.fits(request)
+        assert rank in fits
+        self.seats.append((self.order(rank), [self.order(k) for k in fits]))
+        super()._seat(request, rank)
+
+
 class Loop:
     """The engine's loop: plan a step, dispatch it, commit the one before."""
 
-    def __init__(self, *, pages=64, page_size=2, slots=9, **config):
+    def __init__(self, *, ranks=1, pages=64, page_size=2, slots=9, **config):
         config = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 16,
@@ -87,10 +128,12 @@ class Loop:
             "decode_window": 4,
         } | config
         self.config = SchedulerConfig(**config)
-        self.blocks = Blocks(pages + 1, page_size, slots)
-        self.scheduler = Scheduler(self.config, self.blocks)
-        self.device, self.requests, self.got = Device(page_size), [], {}
+        self.all_blocks = [Blocks(pages + 1, page_size, slots) for _ in range(ranks)]
+        self.blocks, self.page_size = self.all_blocks[0], page_size
+        self.scheduler = Watched(self.config, self.all_blocks)
+        self.devices, self.requests, self.got = [Device(page_size) for _ in range(ranks)], [], {}
         self.flight, self.steps = None, 0
+        self.totals, self.padding, self.imbalance = [0] * ranks, 0, []
 
     def add(self, prompt=3, new=5, **fields):
         i = len(self.requests)
@@ -103,52 +146,93 @@ class Loop:
         self.got[r.id] = []
         return r
 
+    def run(self, plan):
+        return np.stack([device.run(of_rank(plan, rank)) for rank, device in enumerate(self.devices)])
+
     def step(self):
-        key, waiting = self.scheduler._key, [r for r in self.requests if r.status is Status.WAITING]
-        preemptions, flight, self.steps = self.scheduler.preemptions, self.flight, self.steps + 1
+        scheduler, key, before = self.scheduler, self.scheduler._key, {r: r.rank for r in self.requests}
+        flight, self.steps = self.flight, self.steps + 1
         assert self.steps < 1000, "no progress"
-        plan = self.scheduler.schedule()
-        seated = [r for r in waiting if r.status is Status.RUNNING]
-        still = [r for r in waiting if r.status is Status.WAITING]
-        assert all(key(r) < key(s) for r in seated for s in still), "passed another"
-        assert not seated or self.scheduler.preemptions == preemptions, "took what another lost"
-        assert plan or flight or not self.scheduler.has_work, "stuck"
-        self.flight = None
+        scheduler.seats = []
+        plan = scheduler.schedule()
+        seated = [r for r, rank in before.items() if rank < 0 <= r.rank]
+        waiting = [r for r in self.requests if r.status is Status.WAITING]
+        lost = {before[r] for r in waiting if before[r] >= 0}
+        assert all(key(r) < key(s) for r in seated for s in waiting), "passed another"
+        assert not lost & {r.rank for r in seated}, "took what another lost"
+        assert plan or flight or not scheduler.has_work, "stuck"
+        self.flight, totals = None, [0] * len(self.devices)
         if plan:
-            self.check(plan)
-            self.flight = plan, self.device.run(plan)
+            totals = self.check(plan)
+            self.flight = plan, self.run(plan)
+        full = lost | {k for k, n in enumerate(totals) if n == self.config.max_num_batched_tokens}
+        assert len(scheduler.seats) == len(seated)
+        for chosen, fits in scheduler.seats:
+            assert all(chosen <= other or other[-1] in full for other in fits), "not the rank with the least work"
+        if waiting and not (first := min(waiting, key=key)).in_flight:
+            assert set(scheduler.fits(first)) <= full, "waits, though it fits"
         if flight:
-            for output in self.scheduler.commit(*flight):
+            for output in scheduler.commit(*flight):
                 assert output.tokens or output.finish_reason
                 assert output.finish_reason == output.request.finish_reason != "error"
                 self.got[output.request.id] += output.tokens
-        self.blocks.check([r for r in self.requests if r.status is Status.RUNNING])
+        self.check_blocks()
         return plan
 
+    def one(self):
+        """`step`, as the first rank sees it."""
+        plan = self.step()
+        return plan and of_rank(plan, 0)
+
+    def check_blocks(self):
+        for rank, blocks in enumerate(self.all_blocks):
+            blocks.check([r for r in self.requests if r.rank == rank])
+        for r in self.requests:
+            running = r.status is Status.RUNNING
+            assert running == (r.rank >= 0) == (r.lane >= 0) == bool(r.slot) and (running or not r.pages)
+
     def check(self, plan):
-        config, live, n = self.config, len(plan.rows), plan.iterations
-        T, B = len(plan.tokens_T), len(plan.kv_len_B)
-        q_len_B = np.diff(plan.q_start_B)
-        total = q_len_B.sum()
-        assert 1 <= live <= config.max_num_seqs and total <= config.max_num_batched_tokens
-        assert min(b for b in config.seq_buckets if b >= live) == B
-        assert n <= config.decode_window and (B if n else min(b for b in config.token_buckets if b >= total)) == T
-        assert plan.q_start_B[0] == 0 and (q_len_B[:live] > 0).all() and (np.diff(q_len_B[:live] > 1) >= 0).all()
-        assert not n or (q_len_B[:live] == 1).all()
-        assert n <= 1 or not self.scheduler.num_waiting
-        assert plan.emit_B[:live].tolist() == [emits > 0 for emits in plan.emits]
-        for r, emits in zip(plan.rows, plan.emits):
-            assert r.status is Status.RUNNING
+        """The plan keeps to all rules; returns the tokens that each rank computes in the next step of the device."""
+        config, s, n, ranks = self.config, self.scheduler, plan.iterations, len(self.devices)
+        (_, T), (_, B) = plan.tokens_T.shape, plan.kv_len_B.shape
+        plans = [of_rank(plan, rank) for rank in range(ranks)]
+        totals = [int(p.q_start_B[-1]) for p in plans]
+        assert len(plan.rows) == len(plan.emits) == ranks
+        assert min(b for b in config.seq_buckets if b >= max(map(len, plan.rows))) == B
+        assert n <= config.decode_window
+        assert T == (B if n else min(b for b in config.token_buckets if b >= max(totals)))
+        assert n <= 1 or not s.num_waiting
+        rows = [r for p in plans for r in p.rows]
+        assert 1 <= len(rows) == len(set(rows))
+        for rank, p in enumerate(plans):
+            self.check_rank(p, rank, T, B)
+        computes = [sum(p.emits) if n else total for p, total in zip(plans, totals)]
+        self.totals = [a + b for a, b in zip(self.totals, computes)]
+        self.padding += ranks * (B * n if n else T) - sum(computes)
+        self.imbalance.append(max(computes) / (sum(computes) / ranks))
+        assert (s.rank_tokens, s.scheduled_tokens, s.padding_tokens) == (self.totals, sum(self.totals), self.padding)
+        assert s.imbalance == pytest.approx(np.mean(self.imbalance))
+        return totals
+
+    def check_rank(self, p, rank, T, B):
+        live, q_len_B = len(p.rows), np.diff(p.q_start_B)
+        assert live <= self.config.max_num_seqs and q_len_B.sum() <= self.config.max_num_batched_tokens
+        assert p.q_start_B[0] == 0 and (q_len_B[:live] > 0).all() and (np.diff(q_len_B[:live] > 1) >= 0).all()
+        assert (p.kv_len_B[:live] > 0).all() and (q_len_B[live:] == 0).all() and not p.tokens_T[q_len_B.sum() :].any()
+        assert not p.iterations or (q_len_B[:live] == 1).all()
+        assert p.emit_B[:live].tolist() == [emits > 0 for emits in p.emits] and len(p.emits) == live
+        for r, emits in zip(p.rows, p.emits):
+            assert r.status is Status.RUNNING and r.rank == rank
             assert not emits or len(r.pages) <= self.blocks.pages_for(r.computed + 1), "more than it needs"
-        for f in dataclasses.fields(plan)[3:]:
-            array = getattr(plan, f.name)
-            assert array.dtype == np.dtype(DTYPES.get(f.name, "i4")), f.name
-            assert len(array) == {"tokens_T": T, "q_start_B": B + 1}.get(f.name, B), f.name
-            if f.name not in ("tokens_T", "q_start_B"):
-                assert (array[live:] == PADDING.get(f.name, 0)).all(), f.name
-        assert plan.pages_BP.shape[1] == -(-config.max_model_len // self.blocks.page_size)
-        pages = plan.pages_BP[plan.pages_BP > 0]
-        assert len(set(pages)) == len(pages) and len(set(plan.write_slot_B[:live])) == live, "shared"
+        for name, array in list(vars(p).items())[3:]:
+            assert array.dtype == np.dtype(DTYPES.get(name, "i4")), name
+            assert len(array) == {"tokens_T": T, "q_start_B": B + 1}.get(name, B), name
+            if name not in ("tokens_T", "q_start_B"):
+                assert (array[live:] == PADDING.get(name, 0)).all(), name
+        assert p.pages_BP.shape[1] == -(-self.config.max_model_len // self.page_size)
+        assert p.stop_ids_B.shape[1] == 16
+        pages = p.pages_BP[p.pages_BP > 0]
+        assert len(set(pages)) == len(pages) and len(set(p.write_slot_B[:live])) == live, "shared"
 
     def drain(self):
         """Run until idle; every request that was not aborted gave what it gives alone, and all is free again."""
@@ -162,14 +246,17 @@ class Loop:
             else:
                 assert (r.output, r.finish_reason) == (tokens, reason)
                 assert r.first_scheduled <= r.first_token <= r.finished
-        scheduler, blocks = self.scheduler, self.blocks
+        scheduler, lanes = self.scheduler, self.scheduler._lanes
         assert sum(scheduler.finished.values()) == len(self.requests)
         assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-        assert (blocks.free_pages, blocks.free_slots) == (blocks.num_pages - 1, blocks.num_slots - 1)
-        assert sorted(scheduler._free_lanes) == list(range(self.config.max_num_seqs))
+        for rank, blocks in enumerate(self.all_blocks):
+            assert (blocks.free_pages, blocks.free_slots) == (blocks.num_pages - 1, blocks.num_slots - 1)
+            first = rank * self.config.max_num_seqs
+            assert sorted(lanes._free[rank]) == list(range(first, first + self.config.max_num_seqs))
 
 
 SIZES = {
+    "ranks": st.sampled_from([1, 2, 8]),
     "pages": st.integers(4, 12) | st.just(200),
     "page_size": st.integers(1, 4),
     "slots": st.integers(2, 6),
@@ -188,7 +275,7 @@ ADD = st.fixed_dictionaries(
     }
 )
 ABORT, STEP = st.integers(0, 9), st.just("step")
-MOVES = st.lists(ADD | ADD | ADD | STEP | STEP | STEP | STEP | ABORT, min_size=20, max_size=60)
+MOVES = st.lists(ADD | ADD | ADD | STEP | STEP | STEP | STEP | ABORT, min_size=20, max_size=80)
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -208,23 +295,23 @@ def test_any_schedule_gives_what_each_request_gives_alone(sizes, moves):
     loop.drain()
 
 
-@pytest.mark.parametrize("seqs", [1, 2, 3, 5])
-def test_number_of_sequences(seqs):
-    loop = Loop(max_num_seqs=seqs)
-    for i in range(7):
+@pytest.mark.parametrize("ranks, seqs", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 3), (8, 1)])
+def test_number_of_sequences(ranks, seqs):
+    loop = Loop(ranks=ranks, max_num_seqs=seqs)
+    for i in range(9):
         loop.add(prompt=1 + i, new=9)
     most = 0
     while loop.scheduler.has_work:
         loop.step()
         most = max(most, loop.scheduler.num_running)
-    assert most == seqs
+    assert most == ranks * seqs
     loop.drain()
 
 
 def test_a_long_prompt_goes_in_chunks():
     loop = Loop(max_num_batched_tokens=8)
     r = loop.add(prompt=19, new=3)
-    plans = [loop.step() for _ in range(4)]
+    plans = [loop.one() for _ in range(4)]
     assert [(p.iterations, p.kv_len_B[0], p.emits) for p in plans] == [
         (0, 8, [0]),
         (0, 16, [0]),
@@ -241,12 +328,12 @@ def test_decode_rows_come_before_chunks_and_the_budget_holds():
     short = [loop.add(prompt=3, new=20) for _ in range(2)]
     loop.step()
     long = loop.add(prompt=13, new=4)
-    plan = loop.step()
+    plan = loop.one()
     assert plan.rows == [*short, long] and np.diff(plan.q_start_B).tolist() == [1, 1, 6, 0]
     assert plan.tokens_T[:2].tolist() == [FROM_SLOT] * 2 and plan.tokens_T[2:8].tolist() == long.prompt[:6]
-    assert np.diff(loop.step().q_start_B).tolist() == [1, 1, 6, 0]
+    assert np.diff(loop.one().q_start_B).tolist() == [1, 1, 6, 0]
     one = loop.add(prompt=9, new=4)
-    plan = loop.step()
+    plan = loop.one()
     assert plan.rows == [*short, long, one] and np.diff(plan.q_start_B).tolist() == [1, 1, 1, 5]
     loop.drain()
 
@@ -254,7 +341,7 @@ def test_decode_rows_come_before_chunks_and_the_budget_holds():
 def test_one_token_chunks_come_before_longer_ones():
     loop = Loop()
     long, short = loop.add(prompt=5), loop.add(prompt=1)
-    assert loop.step().rows == [short, long]
+    assert loop.one().rows == [short, long]
     loop.drain()
 
 
@@ -275,7 +362,7 @@ def test_window_sizes(window, new, expected):
     loop = Loop(decode_window=window)
     for n in new:
         loop.add(new=n)
-    plans = [loop.step() for _ in range(len(expected) + 2)]
+    plans = [loop.one() for _ in range(len(expected) + 2)]
     assert [p.iterations for p in plans if p] == [0, *expected]
     if len(new) == 2:
         assert plans[1].emits == [1, 6]
@@ -298,8 +385,9 @@ def test_a_window_is_halved_before_anyone_is_preempted():
     loop.drain()
 
 
-def test_arrays_are_the_same_objects_while_rows_stay():
-    loop = Loop(decode_window=1, page_size=4)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_arrays_are_the_same_objects_while_rows_stay(ranks):
+    loop = Loop(ranks=ranks, decode_window=1, page_size=4)
     loop.add(new=20)
     loop.step()
     plans = [loop.step() for _ in range(4)]
@@ -312,11 +400,11 @@ def test_preempted_requests_resume_with_the_same_tokens():
     loop = Loop(pages=10, page_size=2, max_num_batched_tokens=6)  # a chunk is part prompt, part output
     first, last = loop.add(prompt=4, new=15), loop.add(prompt=4, new=12)
     while not last.preemptions:
-        plan = loop.step()
+        plan = loop.one()
     assert (last.status, last.pages, last.slot, last.computed) == (Status.WAITING, [], 0, 0)
     assert first.status is Status.RUNNING and last not in plan.rows
     while last.status is Status.WAITING:
-        plan = loop.step()
+        plan = loop.one()
     b, known = plan.rows.index(last), last.prompt + last.output
     assert plan.fresh_B[b] and len(last.output) > 2 and plan.emits[b] == 0
     assert plan.tokens_T[plan.q_start_B[b] : plan.q_start_B[b + 1]].tolist() == known[: np.diff(plan.q_start_B)[b]]
@@ -352,22 +440,22 @@ def test_a_new_seat_of_the_same_rows_is_seen():
     last = loop.add(prompt=3, new=9)
     plans = []  # more steps in flight than the engine has
     while plan := loop.scheduler.schedule():
-        plans.append((plan, loop.device.run(plan)))
-    assert last.preemptions and plans[-1][0].rows == [last]
+        plans.append((plan, loop.run(plan)))
+    assert last.preemptions and plans[-1][0].rows == [[last]]
     for plan, tokens in plans:
         loop.scheduler.commit(plan, tokens)
     plan = loop.scheduler.schedule()
-    assert plan.rows == [last] and plan.read_slot_B[0] == last.slot != plans[-1][0].read_slot_B[0]
+    assert plan.rows == [[last]] and plan.read_slot_B[0, 0] == last.slot != plans[-1][0].read_slot_B[0, 0]
 
 
 def test_a_preempted_request_waits_for_its_tokens_in_flight():
     loop = Loop()
     r = loop.add(new=9)
     loop.step(), loop.step()
-    loop.scheduler._preempt()
+    loop.scheduler._preempt(0)
     assert (r.status, r.in_flight) == (Status.WAITING, 4)
     assert loop.step() is None and r.in_flight == 0 and len(r.output) == 5
-    assert loop.step().kv_len_B[0] == r.length
+    assert loop.one().kv_len_B[0] == r.length
     loop.drain()
 
 
@@ -390,7 +478,7 @@ def test_admission_needs_a_slot_and_pages_for_one_more_token():
     loop.drain()
     loop = Loop(pages=4, page_size=2)
     loop.add(prompt=3, new=2), loop.add(prompt=4, new=2)
-    assert len(loop.step().rows) == 1 and loop.blocks.free_pages == 2
+    assert len(loop.one().rows) == 1 and loop.blocks.free_pages == 2
     loop.drain()
 
 
@@ -423,9 +511,10 @@ def test_the_queue_is_bounded():
     loop.drain()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished", "never added"])
-def test_abort(state):
-    loop = Loop(max_num_seqs=2, max_num_batched_tokens=8)
+def test_abort(state, ranks):
+    loop = Loop(ranks=ranks, max_num_seqs=2, max_num_batched_tokens=8)
     other, r = loop.add(prompt=2, new=20), loop.add(prompt=14, new=9)
     free = loop.blocks.num_pages - 1, loop.blocks.num_slots - 1
     while state not in ("waiting", "never added") and not r.first_scheduled:
@@ -433,7 +522,8 @@ def test_abort(state):
     while state in ("decoding", "preempted") and not r.output:
         loop.step()
     if state == "preempted":
-        loop.scheduler._preempt()
+        loop.scheduler._preempt(r.rank)
+        assert r.status is Status.WAITING
     if state == "finished":
         loop.drain()
     if state == "never added":
@@ -441,8 +531,8 @@ def test_abort(state):
     output = list(r.output)
     for _ in range(2):
         loop.scheduler.abort(r)
-        assert (r.status, r.pages, r.slot, r.lane) == (Status.FINISHED, [], 0, -1)
-        loop.blocks.check([other])
+        assert (r.status, r.pages, r.slot, r.rank, r.lane) == (Status.FINISHED, [], 0, -1, -1)
+        loop.check_blocks()
     loop.step()
     assert r.output == output and r.finish_reason == ("length" if state == "finished" else "abort")
     if state == "never added":
@@ -464,8 +554,8 @@ def commit_one(tokens, **fields):
     r = loop.add(**{"new": 9} | fields)
     first = loop.scheduler.schedule()
     plan = loop.scheduler.schedule()
-    loop.scheduler.commit(first, np.array([0], np.int32))
-    return r, loop.scheduler.commit(plan, np.array([tokens], np.int32)) if plan else None
+    loop.scheduler.commit(first, np.array([[[0]]], np.int32))
+    return r, loop.scheduler.commit(plan, np.array([[tokens]], np.int32)) if plan else None
 
 
 @pytest.mark.parametrize(
@@ -489,8 +579,14 @@ def test_where_a_request_ends(tokens, fields, output, reason):
 
 
 def test_tokens_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"tokens is \(1, 3\), it must be at least \(1, 4\)"):
+    with pytest.raises(ValueError, match=r"tokens is \(1, 1, 3\), it must be \(1, 1, 4\) or longer"):
         commit_one([5, 6, 7])
+    loop = Loop(ranks=2)
+    loop.add()
+    plan = loop.scheduler.schedule()
+    for shape in ((1, 1, 1), (2, 2, 1), (2, 1)):
+        with pytest.raises(ValueError, match=r"tokens is .*, it must be \(2, 1, 1\) or longer"):
+            loop.scheduler.commit(plan, np.zeros(shape, np.int32))
 
 
 def test_sampling_arrays():
@@ -498,7 +594,7 @@ def test_sampling_arrays():
     params = SamplingParams(temperature=1e-6, top_k=-1, top_p=0.5, min_p=0.25, min_tokens=2)
     loop.add(params=params, seed=2**32 - 1, stop_ids=(4, 5))
     loop.add(params=SamplingParams(temperature=0.5, top_k=2**40))
-    plan = loop.step()
+    plan = loop.one()
     assert plan.temperature_B.tolist() == [0, 0.5] and plan.top_k_B.tolist() == [0, 2**31 - 1]
     assert plan.top_p_B.tolist() == [0.5, 1] and plan.min_p_B.tolist() == [0.25, 0]
     assert plan.seed_B.tolist() == [2**32 - 1, 1] and plan.stop_ids_B[0].tolist() == [4, 5] + [-1] * 14
@@ -525,10 +621,24 @@ def test_a_request_that_can_never_run_is_refused(fields, message):
     assert not loop.scheduler.has_work
 
 
+def test_a_request_that_fits_only_several_ranks_together_is_refused():
+    loop = Loop(ranks=8, pages=4, page_size=2)
+    with pytest.raises(ValueError, match="max_len is 9, it must be at most 8, the tokens that the KV pages hold"):
+        loop.add(max_len=9)
+
+
 def test_ids_outside_the_vocabulary_are_refused():
     for ids in ([1, FROM_SLOT], [2**31]):
         with pytest.raises(ValueError, match="prompt is ids"):
             Loop().scheduler.add(Request(id="a", prompt=ids, params=SamplingParams(), max_len=9))
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [(9, 2, 3), (8, 2, 3)], [(9, 2, 3), (9, 4, 3)], [(9, 2, 3), (9, 2, 4)]]
+)
+def test_ranks_have_the_same_sizes(sizes):
+    with pytest.raises(ValueError, match="blocks is of sizes .* all of the same sizes"):
+        Scheduler(Loop().config, [Blocks(*each) for each in sizes])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mesh invariance: every layout and route gives the tokens of one device, in float32.
+
+A layout here serves a mixed load through the engine: prompts of one token and of several chunks, more requests than
+run at once, then one alone, so that ranks are uneven and some have nothing. The pools start full of NaN: nothing may
+be read before it is written, and what padding computes may reach nobody.
+"""
+
+import dataclasses
+import functools
+import queue
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen_spmd.layers.moe import Route
+from qwen_spmd.serve.engine import Engine
+from qwen_spmd.serve.request import Request, SamplingParams
+from qwen_spmd.serve.sizes import EngineConfig
+
+SIZES = {"max_num_batched_tokens": 64, "block_size": 16, "max_model_len": 96, "decode_window": 4}
+LENGTHS = (1, 3, 40, 17, 2, 33, 5, 64, 9, 21, 12)
+
+DENSE = {"tp=2": {"tp": 2}, "tp=4": {"tp": 4}, "dp=8": {"dp": 8}, "dp=2 tp=4": {"dp": 2, "tp": 4}}
+MOE = {
+    "ep=8": {"ep": 8},
+    "ep=3, null experts": {"ep": 3},
+    "tp=4": {"tp": 4},
+    "ep=4 tp=2": {"ep": 4, "tp": 2},
+    "dp=2 ep=2 tp=2": {"dp": 2, "ep": 2, "tp": 2},
+    "ep=8, all_to_all": {"ep": 8, "moe_route": "all_to_all"},
+}
+ROUTES = {
+    "hierarchical": Route(kind="gather_scatter", reduce="hierarchical", micro_batches=2),
+    "chunks": Route(kind="gather_scatter", chunks=3),
+}
+CASES = [(model, name, sizes) for model in ("qwen3", "qwen3_5") for name, sizes in DENSE.items()]
+CASES += [(model, name, sizes) for model in ("qwen3_moe", "qwen3_5_moe") for name, sizes in MOE.items()]
+
+
+class Served:
+    """An engine over an oracle, its pools full of NaN, and what it answers."""
+
+    def __init__(self, folder, route=None, **options):
+        config = EngineConfig(dtype="float32", compilation_cache=None, progress=False, **(SIZES | options))
+        with pytest.MonkeyPatch.context() as patch:
+            if route is not None:
+                patch.setattr("qwen_spmd.serve.engine.route_on", lambda mesh, **choices: route)
+            self.engine = Engine.load(folder, config)
+        poison(self.engine)
+        self.outputs = queue.SimpleQueue()
+        self.engine.deliver = self.outputs.put
+
+    def run(self, requests):
+        for request in requests:
+            self.engine.submit(request)
+        running, tokens = {r.id for r in requests}, {r.id: [] for r in requests}
+        while running:
+            for output in self.outputs.get(timeout=120):
+                tokens[output.request.id] += output.tokens
+                if output.finish_reason is not None:
+                    assert output.finish_reason == "length", output.finish_reason
+                    running.discard(output.request.id)
+        return tokens
+
+    def close(self):
+        self.engine.stop()
+
+
+def poison(engine):
+    """NaN wherever a float of the state is."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def nan(x):
+        return jnp.full_like(x, jnp.nan)
+
+    state = engine._steps.state
+    floats = ("kv", "conv", "rec")
+    engine._steps.state = dataclasses.replace(state, **{name: nan(getattr(state, name)) for name in floats})
+
+
+def requests(vocabulary):
+    rng = np.random.default_rng(0)
+    out = []
+    for i, length in enumerate(LENGTHS):
+        prompt = [int(t) for t in rng.integers(0, vocabulary, length)]
+        params = SamplingParams(temperature=0.0 if i % 3 else 0.9, max_tokens=5 + i)
+        out.append(Request(id=str(i), prompt=prompt, params=params, seed=i, max_len=length + 5 + i))
+    return out
+
+
+def answers(folder, vocabulary, route=None, **options):
+    """Tokens of all requests at once, and of the first alone."""
+    served = Served(folder, route, **options)
+    try:
+        together = served.run(requests(vocabulary))
+        alone = served.run([dataclasses.replace(requests(vocabulary)[2], id="alone")])
+        stats = served.engine.stats()
+        assert stats.compiles_after_ready == 0
+        assert (stats.kv_usage, stats.slot_usage, stats.running) == (0, 0, 0)
+        for blocks in served.engine._scheduler.blocks:
+            blocks.check([])
+    finally:
+        served.close()
+    assert alone["alone"] == together["2"]
+    return together
+
+
+@pytest.fixture(scope="module")
+def single(oracle):
+    """Answers on one device, other chunks and windows than those of the layouts."""
+
+    @functools.cache
+    def get(name):
+        o = oracle(name)
+        return answers(o.folder, o.cfg.vocab_size, max_num_seqs=4, max_num_batched_tokens=32)
+
+    return get
+
+
+@pytest.mark.parametrize(("model", "sizes"), [pytest.param(m, s, id=f"{m} {n}") for m, n, s in CASES])
+def test_every_layout_gives_the_tokens_of_one_device(oracle, single, model, sizes):
+    o = oracle(model)
+    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, **sizes) == single(model)
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
+def test_every_route_gives_the_tokens_of_one_device(oracle, single, route):
+    o = oracle("qwen3_5_moe")
+    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, ep=8, route=route) == single("qwen3_5_moe")
