@@ -42,11 +42,14 @@ class Lost(ConnectionError):
 
 
 class Step(NamedTuple):
-    """A step as it was planned: `key` and `iterations` of its program, `words` int32 [ranks, n]."""
+    """A step as it was planned: `key` and `iterations` of its program, `words` int32 [ranks, n]. `look`: copy the
+    experts' load after it, which is a program too.
+    """
 
     key: tuple[int, int] | int
     iterations: int
     words: np.ndarray
+    look: bool = False
 
 
 class _Channel:
@@ -93,11 +96,9 @@ class _Channel:
                 raise ValueError(difference)
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this process ends, and why. Afterwards only `close`."""
-        with self._changed:
-            self._leaving = True
-        for connection in list(self._connections.values()):
-            connection.send(Kind.FAILED, f"node {self.rank} failed: {reason}".encode())
+        """Take everybody along: this process cannot go on, and why. As if it were lost, here and on the others."""
+        self._lose(f"node {self.rank} failed: {reason}")
+        self._wake()
 
     def close(self) -> None:
         """End the channel's thread and its sockets. Idempotent."""
@@ -180,17 +181,6 @@ class _Channel:
         self._selector.unregister(connection.sock)
         connection.close()
 
-    def _lose(self, reason: str) -> None:
-        """The first reason counts; none does when all are about to end anyway."""
-        with self._changed:
-            if self._lost is not None or self._leaving:
-                return
-            self._lost = reason
-            self._changed.notify_all()
-        for connection in self._connections.values():
-            connection.send(Kind.FAILED, reason.encode())
-        self._values.put(None)
-
     def _take(self, connection: Connection, frame: Frame) -> None:
         if frame.kind is Kind.FAILED:
             self._lose(frame.payload.decode())
@@ -198,6 +188,17 @@ class _Channel:
             raise ValueError(f"it sent {frame.kind.name}, which is not its part")
 
     # In any thread.
+
+    def _lose(self, reason: str) -> None:
+        """The first reason counts; none does when all are about to end anyway."""
+        with self._changed:
+            if self._lost is not None or self._leaving:
+                return
+            self._lost = reason
+            self._changed.notify_all()
+        for connection in list(self._connections.values()):
+            connection.send(Kind.FAILED, reason.encode())
+        self._values.put(None)
 
     def _next_value(self, name: str) -> tuple[int, Any]:
         got = self._values.get()
@@ -260,11 +261,12 @@ class Leader(_Channel):
             return
         missing = ", ".join(str(rank) for rank in range(1, nodes) if rank not in self._connections)
         late = f"node {missing} of {nodes} did not come to {where(host, self.port)} in {join_s:g} s"
+        lost = self._lost
         self.fail(self._refused or late)
         self.close()
         if self._refused:
             raise ValueError(self._refused)
-        raise Lost(self._lost) if self._lost else TimeoutError(late)
+        raise Lost(lost) if lost else TimeoutError(late)
 
     def broadcast(self, step: Step) -> None:
         """Send a step to all followers. Never waits: who does not take it is lost in time. Lost, once that is so."""
@@ -272,7 +274,7 @@ class Leader(_Channel):
             raise Lost(self._lost)
         words = np.ascontiguousarray(step.words, "<i4")
         T, B = step.key if isinstance(step.key, tuple) else (0, step.key)
-        numbers = (T, B, step.iterations, len(words))
+        numbers = (T, B, step.iterations, len(words), int(step.look))
         if not all([c.send(Kind.STEP, words.data.cast("B"), numbers) for c in list(self._connections.values())]):
             self._wake()
 
@@ -416,9 +418,9 @@ class Follower(_Channel):
 
     def _take(self, connection: Connection, frame: Frame) -> None:
         if frame.kind is Kind.STEP:
-            T, B, iterations, ranks = frame.numbers
+            T, B, iterations, ranks, look = frame.numbers
             words = np.frombuffer(frame.payload, "<i4").reshape(ranks, -1)
-            self._steps.put(Step((T, B) if T else B, iterations, words))
+            self._steps.put(Step((T, B) if T else B, iterations, words, bool(look)))
         elif frame.kind is Kind.VALUE:
             self._values.put((0, json.loads(frame.payload)))
         elif frame.kind is Kind.STOP:

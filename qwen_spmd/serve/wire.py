@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a replica say to each other: frames of a fixed header, four numbers and bytes, over TCP.
+"""What the processes of a replica say to each other: frames of a fixed header, five numbers and bytes, over TCP.
 
 The bytes are raw words, JSON or text, never a pickle. Not here: who says what when (`replica`).
 """
@@ -18,7 +18,8 @@ MAGIC = b"qspm"
 VERSION = 1
 """Of the frames and of who says what when. Processes with different ones do not work together."""
 
-HEADER = struct.Struct("<4sHHI4i")
+HEADER = struct.Struct("<4sHHI5i")
+NONE = (0,) * 5
 READ_BYTES = 1 << 18
 STRANGER_BYTES = 1 << 16
 """Longest frame of someone who has not said yet who it is."""
@@ -30,7 +31,7 @@ class Kind(enum.IntEnum):
     WELCOME  JSON; all have come
     REFUSED  text; why a follower may not take part
     ALIVE    nothing
-    STEP     words; the numbers are T (0 in a decode window), B, iterations, ranks
+    STEP     words; the numbers are T (0 in a decode window), B, iterations, ranks, look
     VALUE    JSON; one process's part of an exchange, or the answer with all parts
     LEAVE    nothing; a follower was asked to end, so all should
     STOP     nothing; the last step was sent
@@ -74,7 +75,7 @@ class Connection:
         self._got = bytearray()
         self._room = memoryview(bytearray(READ_BYTES))
 
-    def send(self, kind: Kind, payload: bytes | memoryview = b"", numbers: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
+    def send(self, kind: Kind, payload: bytes | memoryview = b"", numbers: tuple[int, ...] = NONE) -> bool:
         """Send a frame, from any thread. False: some of it waits until `flush`. A dead socket shows in `receive`."""
         parts = [memoryview(HEADER.pack(MAGIC, VERSION, kind, len(payload), *numbers)), memoryview(payload)]
         with self._lock:

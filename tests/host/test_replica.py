@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from qwen_spmd.serve.replica import Follower, Leader, Lost, Step
-from qwen_spmd.serve.wire import HEADER, MAGIC, VERSION, Connection, Kind
+from qwen_spmd.serve.wire import HEADER, MAGIC, NONE, VERSION, Connection, Kind
 
 HOST = "127.0.0.1"
 AGREE = {"--max-num-seqs": 16, "--dtype": "auto"}
@@ -98,13 +98,14 @@ def step(i, n=300, key=(32, 8)):
 def test_steps_arrive_as_they_were_sent(group):
     g = group()
     sent = [step(i, n, key) for i, (n, key) in enumerate([(1, 8), (300, (32, 8)), (400_000, (64, 4)), (2, 16)])]
+    sent[2] = sent[2]._replace(look=True)
     for s in sent:
         g.leader.broadcast(s)
     g.leader.stop()
     for follower in g.followers:
         for s in sent:
             got = follower.receive()
-            assert (got.key, got.iterations) == (s.key, s.iterations)
+            assert (got.key, got.iterations, got.look) == (s.key, s.iterations, s.look)
             assert got.words.dtype == np.int32
             np.testing.assert_array_equal(got.words, s.words)
         assert follower.receive() is None
@@ -210,7 +211,7 @@ def test_the_leader_listens_on_an_address_of_its_own_only():
 
 def hello(rank, version=VERSION, magic=MAGIC):
     payload = json.dumps({"rank": rank, "agree": AGREE}).encode()
-    return HEADER.pack(magic, version, Kind.HELLO, len(payload), 0, 0, 0, 0) + payload
+    return HEADER.pack(magic, version, Kind.HELLO, len(payload), *NONE) + payload
 
 
 @pytest.mark.parametrize(
@@ -218,10 +219,10 @@ def hello(rank, version=VERSION, magic=MAGIC):
     [
         (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" + b" " * 100_000, "these are no frames"),
         (hello(1, version=VERSION + 1), f"its version is {VERSION + 1}, that of this process {VERSION}"),
-        (HEADER.pack(MAGIC, VERSION, Kind.HELLO, 1 << 30, 0, 0, 0, 0), "a frame has 1073741824 bytes"),
-        (HEADER.pack(MAGIC, VERSION, Kind.HELLO, 2, 0, 0, 0, 0) + b"{}", "rank"),
-        (HEADER.pack(MAGIC, VERSION, Kind.LEAVE, 0, 0, 0, 0, 0), "it did not say who it is"),
-        (HEADER.pack(MAGIC, VERSION, 77, 0, 0, 0, 0, 0), "77"),
+        (HEADER.pack(MAGIC, VERSION, Kind.HELLO, 1 << 30, *NONE), "a frame has 1073741824 bytes"),
+        (HEADER.pack(MAGIC, VERSION, Kind.HELLO, 2, *NONE) + b"{}", "rank"),
+        (HEADER.pack(MAGIC, VERSION, Kind.LEAVE, 0, *NONE), "it did not say who it is"),
+        (HEADER.pack(MAGIC, VERSION, 77, 0, *NONE), "77"),
         (b"", None),
     ],
     ids=["http", "version", "long", "empty", "kind", "no kind", "silent"],
@@ -255,7 +256,7 @@ def test_frames_may_come_in_any_pieces(group):
         a, b = socket.create_connection(server.getsockname()), None
         b, _ = server.accept()
     payloads = [os.urandom(n) for n in (0, 1, 27, 28, 29, 5000)]
-    sent = b"".join(HEADER.pack(MAGIC, VERSION, Kind.VALUE, len(p), i, 0, 0, -1) + p for i, p in enumerate(payloads))
+    sent = b"".join(HEADER.pack(MAGIC, VERSION, Kind.VALUE, len(p), i, 0, 0, 0, -1) + p for i, p in enumerate(payloads))
     connection, random, got = Connection(b), np.random.default_rng(0), []
     with a:
         while sent:
@@ -271,7 +272,7 @@ def test_frames_may_come_in_any_pieces(group):
         frames, ended = connection.receive()
         got += frames
     connection.close()
-    assert [(f.payload, f.numbers) for f in got] == [(p, (i, 0, 0, -1)) for i, p in enumerate(payloads)]
+    assert [(f.payload, f.numbers) for f in got] == [(p, (i, 0, 0, 0, -1)) for i, p in enumerate(payloads)]
 
 
 def test_a_failure_reaches_everyone_once(group):
@@ -287,7 +288,7 @@ def test_a_failure_reaches_everyone_once(group):
     with pytest.raises(Lost, match="no weights"):
         g.followers[0].receive()
     time.sleep(0.2)
-    assert [len(lost) for lost in g.lost] == [1, 1, 0, 1], "each is told once, the one that failed knows"
+    assert [len(lost) for lost in g.lost] == [1, 1, 1, 1], "each is told once"
     assert g.leader.lost == g.leader.wait_lost(0) == "node 2 failed: no weights for layer 3"
 
 
@@ -350,7 +351,7 @@ def test_who_stops_reading_is_lost_and_blocks_nobody():
         def live():
             with contextlib.suppress(ConnectionError):
                 while not stop.wait(0.1):
-                    sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.ALIVE, 0, 0, 0, 0, 0))
+                    sock.sendall(HEADER.pack(MAGIC, VERSION, Kind.ALIVE, 0, *NONE))
 
         pool.submit(live)
         big, longest, start = step(0, 500_000), 0.0, time.monotonic()
