@@ -139,7 +139,7 @@ def stored(folder: Path) -> Callable[[Piece], np.ndarray]:
 
 def _reader(folder: Path) -> Callable[[str, Window], np.ndarray]:
     # Two windows may share a chunk: the experts of a layer, one after the other.
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 2**27}})
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
     @functools.cache
     def array(path: str) -> Any:

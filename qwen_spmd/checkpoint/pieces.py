@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-PIECE_BYTES = 2**26
+PIECE_BYTES = 2**25
 """Most bytes of a piece, unless one unit of it has more."""
 
 Window = tuple[slice, ...]

@@ -30,7 +30,7 @@ class Placement:
     experts_LQ: np.ndarray
 
     def __post_init__(self) -> None:
-        if self.experts_LQ.ndim != 2 or not np.all(self.copies_LE() > 0):
+        if self.experts_LQ.ndim != 2 or self.experts_LQ.max() < 0 or not np.all(self.copies_LE() > 0):
             raise ValueError(f"experts_LQ: every expert of every layer needs a place, have {self.experts_LQ.tolist()}")
 
     def copies_LE(self) -> np.ndarray:

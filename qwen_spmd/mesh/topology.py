@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -78,5 +78,5 @@ def _of_coordinates(at: Sequence[tuple[int, ...]], axis: str) -> Hypercube:
     return Hypercube(tuple(corners), tuple(links))
 
 
-def _named(devices: Sequence[Any]) -> list[tuple[int, ...]]:
+def _named(devices: Iterable[Any]) -> list[tuple[int, ...]]:
     return [(d.core_on_chip, *d.coords) for d in devices]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m qwen_spmd.serve: take the port, load the model, serve until a signal, finish what runs.
 
-The port is taken first, so that a busy one is known at once and probes get an answer (503) while the model loads.
+The port is taken first, so that a busy one is known at once and probes get an answer (503) while the model loads. Of
+several nodes the first does this; the others load the model and compute with it. All end together.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,10 +30,12 @@ from qwen_spmd.serve.front import Front, stopping
 from qwen_spmd.serve.http import build_app
 from qwen_spmd.serve.middleware import error_response
 from qwen_spmd.serve.model_folder import model_folder
+from qwen_spmd.serve.nodes import Node
+from qwen_spmd.serve.replica import Follower, Lost
 from qwen_spmd.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from qwen_spmd.serve.engine import Engine
+    from qwen_spmd.serve.engine import Engine, EngineConfig
 
 log = logging.getLogger("qwen_spmd.serve")
 
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("qwen_spmd").setLevel(args.log_level.upper())  # libraries only warn
-    return asyncio.run(serve(args))
+    return asyncio.run(serve(args) if args.node_rank == 0 else follow(args))
 
 
 def listen(args: ServeArgs) -> socket.socket:
@@ -66,15 +70,41 @@ def listen(args: ServeArgs) -> socket.socket:
     return sock
 
 
-def load(args: ServeArgs) -> tuple[Engine, Tokenizer]:
+def load(args: ServeArgs, node: Node) -> tuple[Engine, Tokenizer]:
+    node.join()
     folder = model_folder(args.model, revision=args.revision, download_dir=args.download_dir)
     texts = folder
     if args.tokenizer is not None:
         texts = model_folder(args.tokenizer, download_dir=args.download_dir, weights=False)
     tokenizer = Tokenizer.load(texts, chat_template=args.chat_template, generation_config=args.generation_config)
-    from qwen_spmd.serve.engine import Engine, EngineConfig  # jax comes with it, and that takes seconds
+    node.agree(folder)
+    from qwen_spmd.serve.engine import Engine  # jax comes with it, and that takes seconds
 
-    return Engine.load(folder, EngineConfig(**args.engine_options())), tokenizer
+    config, leader = engine_config(args), node.leader
+    return Engine.load(folder, config) if leader is None else Engine.load(folder, config, leader), tokenizer
+
+
+def engine_config(args: ServeArgs) -> EngineConfig:
+    """What the engine gets of the command line. ValueError if the layout leaves nodes without a part."""
+    from qwen_spmd.serve.engine import EngineConfig
+
+    options = args.engine_options()
+    if args.layout is None and args.nnodes == 1:
+        return EngineConfig(**options)
+    import jax
+
+    from qwen_spmd.mesh import rules
+
+    if args.layout is not None:
+        options |= rules.named(args.layout, jax.device_count(), tp=args.tensor_parallel_size or 1)
+    sizes = {axis: options.get(axis, 1) for axis in ("dp", "ep", "tp")}
+    if args.nnodes > 1 and math.prod(sizes.values()) != jax.device_count():
+        said = " ".join(f"{axis}={n}" for axis, n in sizes.items())
+        raise ValueError(
+            f"{said} is {math.prod(sizes.values())} devices, the {args.nnodes} nodes have {jax.device_count()}: "
+            "all must have a part, as with --layout dp_ep"
+        )
+    return EngineConfig(**options)
 
 
 async def serve(args: ServeArgs) -> int:
@@ -108,38 +138,106 @@ async def serve(args: ServeArgs) -> int:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stop = asyncio.create_task(signals.first.wait())
 
-    loading = in_thread(lambda: load(args))
-    await asyncio.wait({loading, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    node = Node(args, on_lost=threadsafe(settle, lost), on_leave=threadsafe(signals.first.set))
+    loading = in_thread(lambda: load(args, node))
+    await asyncio.wait({loading, stop, serving, lost}, return_when=asyncio.FIRST_COMPLETED)
     if signals.last is not None:
         print("stopped while loading", file=sys.stderr)
+        node.fail("it was stopped while loading")
         leave(128 + signals.last)  # the loading thread cannot be asked to end
+    await asyncio.wait({loading, lost}, return_when=asyncio.FIRST_COMPLETED)
     try:
-        engine, tokenizer = await loading
-    except (ValueError, OSError) as error:
+        if not loading.done():
+            raise Lost(lost.result())
+        engine, tokenizer = loading.result()
+    except Exception as error:
+        if not isinstance(error, (ValueError, OSError)):
+            if args.nnodes == 1:
+                raise
+            log.exception("this node failed")
+        node.fail(str(error), wait_s=1)
         server.should_exit = True
         await serving
-        return fail(str(error))
+        fail(str(error))
+        return 1 if args.nnodes == 1 else leave(1)
 
     app = build_app(engine, tokenizer, args)
     door.app = app
     print(f"ready: {address(args, sock)}/v1 serves {', '.join(args.model_names)}", flush=True)
-    await asyncio.wait({stop, serving}, return_when=asyncio.FIRST_COMPLETED)
-    await finish(app.state.front, args.shutdown_timeout)
+    await asyncio.wait({stop, serving, lost}, return_when=asyncio.FIRST_COMPLETED)
+    if not lost.done() and not await finish(app.state.front, args.shutdown_timeout, lost):
+        node.fail("its engine did not stop")
+        await asyncio.sleep(0)
+    if lost.done():
+        engine.fail(lost.result())
+        server.should_exit = True  # once those who wait have their answers
+        await asyncio.wait({serving}, timeout=FLUSH_S / 2)
+        fail(lost.result())
+        leave(1)
     server.should_exit = True
     await serving
+    await in_thread(node.end)
     return 0
 
 
-async def finish(front: Front, timeout: float) -> None:
-    """Take nothing new, let what runs end, and end what does not."""
+async def follow(args: ServeArgs) -> int:
+    """The same for another node than the first, which has no clients."""
+    signals = Signals()
+
+    def die(reason: str) -> NoReturn:  # in a thread of its own: the others may wait for devices that never answer
+        fail(reason)
+        leave(1)
+
+    node, ready = Node(args, on_lost=die, on_leave=lambda: None), threading.Event()
+
+    def is_ready() -> None:
+        ready.set()
+        print(f"ready: node {args.node_rank} of {args.nnodes}", flush=True)
+
+    def work() -> None:
+        node.join()
+        folder = model_folder(args.model, revision=args.revision, download_dir=args.download_dir)
+        node.agree(folder)
+        from qwen_spmd.serve import engine
+
+        assert isinstance(node.channel, Follower)
+        engine.follow(folder, engine_config(args), node.channel, is_ready)
+        node.end()
+
+    working, stop = in_thread(work), asyncio.create_task(signals.first.wait())
+    await asyncio.wait({working, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if signals.last is not None and isinstance(node.channel, Follower) and ready.is_set():
+        node.channel.leave()  # node 0 ends it in good order
+    elif signals.last is not None:
+        print("stopped while loading", file=sys.stderr)
+        if node.channel is not None:
+            node.channel.fail("it was stopped while loading")
+        leave(128 + signals.last)
+    try:
+        await working
+    except Exception as error:
+        if not isinstance(error, (ValueError, OSError)):
+            log.exception("this node failed")
+        node.fail(str(error), wait_s=2)
+        die(str(error))
+    return 0
+
+
+async def finish(front: Front, timeout: float, lost: asyncio.Future[str]) -> bool:
+    """Take nothing new, let what runs end, end what does not; at once if `lost`. False if the engine does not stop."""
     front.draining = True
     log.info("shutting down: running requests have %g s; a second signal ends them at once", timeout)
     drained = in_thread(lambda: front.engine.drain(timeout))
-    await asyncio.wait({drained}, timeout=timeout + FLUSH_S)
-    if not drained.done() or drained.exception():
+    await asyncio.wait({drained, lost}, timeout=timeout + FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        return True
+    stopped = drained.done() and not drained.exception()
+    if not stopped:
         log.error("the engine did not stop: %s", drained.exception() if drained.done() else "it takes too long")
     await asyncio.sleep(0)  # the last tokens are on their way to this loop
     front.fail_all(stopping())
+    return stopped
 
 
 class Signals:
@@ -204,6 +302,22 @@ def in_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def threadsafe(call: Callable[..., object], *args: Any) -> Callable[..., None]:
+    """`call` for another thread: this loop runs it a little later."""
+    loop = asyncio.get_running_loop()
+
+    def later(*more: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+            loop.call_soon_threadsafe(call, *args, *more)
+
+    return later
+
+
+def settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 def address(args: ServeArgs, sock: socket.socket) -> str:

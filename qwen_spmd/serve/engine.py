@@ -26,12 +26,17 @@ from qwen_spmd.layers.moe import route_on
 from qwen_spmd.mesh.axes import make_mesh
 from qwen_spmd.params import Params
 from qwen_spmd.serve.blocks import Blocks
+from qwen_spmd.serve.packed import Packed
+from qwen_spmd.serve.replica import Follower, Leader, Step
 from qwen_spmd.serve.request import FinishReason, Request
 from qwen_spmd.serve.scheduler import Output, Scheduler, StepPlan
-from qwen_spmd.serve.sizes import EngineConfig, choose, make_layout
+from qwen_spmd.serve.sizes import EngineConfig, Sizes, choose, make_layout
 from qwen_spmd.serve.step import CompileCounter, Steps, use_compilation_cache
 
 log = logging.getLogger(__name__)
+
+SIGN_S = 2.0
+"""A collective breaks a little before or after the channel says who is gone: so long it has to say that."""
 
 
 class EngineStopped(RuntimeError):
@@ -95,25 +100,15 @@ class Engine:
     """A loaded model that serves requests on a thread of its own.
 
     Set `deliver` before the first `submit`; it is called on the engine's thread, once a step, with that step's outputs.
+    With a `replica`, every step is sent to the followers before it runs here, and the engine dies with the replica.
     """
 
-    def __init__(self, cfg: ModelConfig, weights: Params, config: EngineConfig):
-        self.cfg, self.config = cfg, config
+    def __init__(self, cfg: ModelConfig, weights: Params, config: EngineConfig, replica: Leader | None = None):
+        self.cfg, self.config, self._replica = cfg, config, replica
         self._compiles = CompileCounter()
-        if config.compilation_cache is not None:
-            use_compilation_cache(config.compilation_cache)
-        self.layout = make_layout(cfg, config)
-        mesh = make_mesh(config.dp, config.ep, config.tp)
-        self.sizes = choose(cfg, weights, mesh.local_devices[0], self.layout, config)
-        if config.progress:
-            print(self.sizes, file=sys.stderr)
+        self.sizes, self._steps = prepare(cfg, weights, config, replica)
+        self.layout, shapes = self.sizes.layout, self.sizes.shapes
         self.max_model_len, self.vocab_size = self.sizes.scheduler.max_model_len, cfg.vocab_size
-        shapes = self.sizes.shapes
-        dtypes = weights.embed.dtype, jnp.dtype(config.state_dtype)
-        wire = "float8_e4m3fn" if config.moe_wire == "fp8" else None
-        route = route_on(mesh, kind=config.moe_route, wire=wire)
-        self._steps = Steps(cfg, weights, mesh, self.layout, shapes, *dtypes, route)
-        self._steps.compile(progress=config.progress)
         blocks = [Blocks(shapes.pages, shapes.page_size, shapes.slots) for _ in range(self.layout.ranks)]
         self._scheduler = Scheduler(self.sizes.scheduler, blocks)
         self.deliver: Callable[[list[Output]], None] = lambda outputs: None
@@ -129,14 +124,9 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def load(cls, folder: Path, config: EngineConfig) -> Engine:
+    def load(cls, folder: Path, config: EngineConfig, replica: Leader | None = None) -> Engine:
         """Load a checkpoint folder, plan, compile and start."""
-        cfg = load_config(folder, config.hf_overrides)
-        dtype = jnp.dtype(cfg.dtype if config.dtype == "auto" else config.dtype)
-        layout = make_layout(cfg, config)
-        mesh = make_mesh(config.dp, config.ep, config.tp)
-        weights = checkpoint.load(folder, cfg, dtype=dtype, mesh=mesh, layout=layout, progress=config.progress)
-        return cls(cfg, weights, config)
+        return cls(*load(folder, config), config, replica)
 
     @property
     def weights(self) -> Params:
@@ -192,7 +182,7 @@ class Engine:
                 compiles_after_ready=self._compiles.count - self._compiles_at_ready,
                 scheduled_tokens=s.scheduled_tokens,
                 padding_tokens=s.padding_tokens,
-                alive=self._thread.is_alive(),
+                alive=self._thread.is_alive() and self._error is None,
                 error=self._error,
             )
 
@@ -205,6 +195,16 @@ class Engine:
         while time.monotonic() < deadline and self._thread.is_alive() and self._requests:
             time.sleep(0.02)
         self.stop()
+
+    def fail(self, reason: str) -> None:
+        """End every request with "error" now, though the loop may wait for devices that never answer. Idempotent."""
+        with self._wake:
+            self._error = self._error or reason
+            self._stopping = True
+            outputs = self._undelivered + self._end_all("error")
+            self._undelivered = []
+            self._wake.notify()
+        self.deliver(outputs)
 
     def stop(self) -> None:
         """End every request with "abort" and the loop. Idempotent."""
@@ -222,15 +222,25 @@ class Engine:
                 pass
             reason: FinishReason = "abort"
         except Exception as e:
-            log.exception("the engine's loop died")
-            self._error, reason = f"{type(e).__name__}: {e}", "error"
+            error, reason = f"{type(e).__name__}: {e}", "error"
+            lost = self._replica.wait_lost(SIGN_S) if self._replica is not None else None
+            if lost is None:
+                log.exception("the engine's loop died")
+                if self._replica is not None:
+                    self._replica.fail(error)
+            self._error = lost or error
         with self._wake:
-            ended = [Output(r, [], reason) for r in self._requests.values()]
-            for output in ended:
-                self._scheduler.abort(output.request, reason)
-            self._requests.clear()
+            ended = self._end_all(reason)
             self._stopping = True
         self.deliver(self._undelivered + ended)
+
+    def _end_all(self, reason: FinishReason) -> list[Output]:
+        """End all requests. The lock must be held."""
+        ended = [Output(r, [], reason) for r in self._requests.values()]
+        for output in ended:
+            self._scheduler.abort(output.request, reason)
+        self._requests.clear()
+        return ended
 
     def _turn(self, flight: collections.deque[InFlight]) -> bool:
         """Plan and dispatch a step, commit the one before. False when there is no more to do, ever."""
@@ -241,8 +251,11 @@ class Engine:
             plan = None if self._stopping else self._scheduler.schedule()
             outputs, self._undelivered = self._undelivered, []
         if plan is not None:
-            tokens = self._steps.run(self._steps.pack(plan))
-            flight.append((plan, tokens, self._steps.load() if self._expert_load.due() else None))
+            packed, look = self._steps.pack(plan), self._expert_load.due()
+            if self._replica is not None:
+                self._replica.broadcast(Step(packed.key, packed.iterations, packed.words, look))
+            tokens = self._steps.run(packed)
+            flight.append((plan, tokens, self._steps.load() if look else None))
         if flight and (plan is None or len(flight) > 1):
             done, tokens, load = flight.popleft()
             tokens = np.asarray(tokens)  # waits for the step
@@ -258,3 +271,54 @@ class Engine:
         if outputs:
             self.deliver(outputs)
         return bool(flight) or not self._stopping
+
+
+def load(folder: Path, config: EngineConfig) -> tuple[ModelConfig, Params]:
+    """A checkpoint folder: its config, and its parameters on this process's part of the mesh."""
+    cfg = load_config(folder, config.hf_overrides)
+    dtype = jnp.dtype(cfg.dtype if config.dtype == "auto" else config.dtype)
+    mesh, layout = make_mesh(config.dp, config.ep, config.tp), make_layout(cfg, config)
+    return cfg, checkpoint.load(folder, cfg, dtype=dtype, mesh=mesh, layout=layout, progress=config.progress)
+
+
+def prepare(
+    cfg: ModelConfig, weights: Params, config: EngineConfig, replica: Leader | Follower | None
+) -> tuple[Sizes, Steps]:
+    """Choose the sizes and compile the programs. With a replica, the same sizes everywhere, and all wait for all."""
+    if config.compilation_cache is not None:
+        use_compilation_cache(config.compilation_cache)
+    layout, mesh = make_layout(cfg, config), make_mesh(config.dp, config.ep, config.tp)
+    sizes = choose(cfg, weights, mesh.local_devices[0], layout, config)
+    if replica is not None:  # who has room for the fewest pages decides; the rest follows from that and the config
+        pages = min(replica.exchange("pages", sizes.shapes.pages))
+        config = dataclasses.replace(config, num_pages=layout.ranks * (pages - 1))
+        sizes = choose(cfg, weights, mesh.local_devices[0], layout, config)
+        replica.agree({"sizes": repr(sizes.shapes)})
+    if config.progress:
+        print(sizes, file=sys.stderr)
+    dtypes = weights.embed.dtype, jnp.dtype(config.state_dtype)
+    wire = "float8_e4m3fn" if config.moe_wire == "fp8" else None
+    steps = Steps(cfg, weights, mesh, layout, sizes.shapes, *dtypes, route_on(mesh, kind=config.moe_route, wire=wire))
+    steps.compile(progress=config.progress)
+    if replica is not None:
+        replica.exchange("compiled", None)
+    return sizes, steps
+
+
+def follow(folder: Path, config: EngineConfig, replica: Follower, ready: Callable[[], None]) -> None:
+    """The engine of another process than the first: run the steps that come until there are no more. Lost.
+
+    `ready` is called when all processes have compiled.
+    """
+    cfg, weights = load(folder, config)
+    _, steps = prepare(cfg, weights, config, replica)
+    ready()
+    flight: collections.deque[jax.Array] = collections.deque()
+    while (step := replica.receive()) is not None:
+        flight.append(steps.run(Packed(step.key, step.iterations, step.words)))
+        if step.look:
+            steps.load()
+        if len(flight) > 2:  # as on process 0, so that no queue grows
+            flight.popleft().block_until_ready()
+    for tokens in flight:
+        tokens.block_until_ready()

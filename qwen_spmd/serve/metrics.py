@@ -140,12 +140,26 @@ class Metrics(Collector):
             "vllm:num_requests_waiting": ("Requests that wait for a place in it.", stats.waiting),
             "vllm:kv_cache_usage_perc": ("Share of the KV pages in use, 1 is all.", stats.kv_usage),
             "qwen_spmd:recurrent_slot_usage_perc": ("Share of the recurrent slots in use, 1 is all.", stats.slot_usage),
+            "qwen_spmd:rank_imbalance": (
+                "Tokens of the busiest rank over the mean, averaged over steps.",
+                stats.rank_imbalance,
+            ),
+            "qwen_spmd:expert_imbalance": (
+                "Expert rows of this process's busiest device over the mean, of the last seconds.",
+                stats.expert_imbalance,
+            ),
             "qwen_spmd:step_age_seconds": ("Since the engine last made progress; 0 when idle.", stats.step_age_s),
         }
         for name, (help, value) in gauges.items():
             gauge = GaugeMetricFamily(name, help, labels=keys)
             gauge.add_metric(values, value)
             yield gauge
+        by_rank = GaugeMetricFamily(
+            "qwen_spmd:rank_requests_running", "Requests in the batch, by rank.", labels=[*keys, "rank"]
+        )
+        for rank, running in enumerate(stats.running_by_rank):
+            by_rank.add_metric([*values, str(rank)], running)
+        yield by_rank
         counters = {
             "vllm:num_preemptions": ("Requests that lost their place and started again.", stats.preemptions),
             "vllm:prompt_tokens": ("Prompt tokens computed.", self._prompt_tokens),

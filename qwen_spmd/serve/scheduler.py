@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler: which tokens of which requests the next step computes, on which rank. Policy over ints in, numpy out.
 
-Not here: the device, text, HTTP, which page is free (`blocks.py`), and most of a step's arrays (`lanes.py`).
+Not here: the device, text, HTTP, which page is free (`blocks.py`), how work is measured (`work.py`), and a step's
+arrays (`lanes.py`).
 
 One step is always in flight: step n+1 is scheduled before step n is committed. So `schedule` counts a step's tokens as
 done, as if nothing ended, and `commit` puts that right once the sampled ids arrive. Meanwhile the ids stay on the
@@ -22,9 +23,9 @@ import numpy as np
 
 from qwen_spmd.serve.blocks import Blocks
 from qwen_spmd.serve.lanes import Lanes, StepPlan
-from qwen_spmd.serve.placement import prefill_work, rank_work
 from qwen_spmd.serve.request import FinishReason, Request, Status
 from qwen_spmd.serve.scheduler_config import SchedulerConfig
+from qwen_spmd.serve.work import prefill_work, rank_work
 
 
 class QueueFull(RuntimeError):
@@ -46,8 +47,8 @@ class Scheduler:
     A step is the same program on every rank, each with rows of its own. Requests wait in one queue, in the order that
     `SchedulerConfig.patience_s` gives, and belong to no rank until they run. The first goes to the rank with the least
     work among those where it fits; if it fits nowhere, no other passes it. If one that runs lacks a page, the last that
-    run on its rank give theirs up and are computed again later, on any rank. That changes no token: a token depends on
-    seed and position only.
+    run on its rank give theirs up and are computed again, on any rank. That changes no token: a token depends on seed
+    and position only.
 
     rank_tokens  tokens scheduled so far, by rank
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingParams are checked when they are made."""
+"""SamplingParams are checked when they are made; what a Request knows of its own tokens."""
 
 import pytest
 
-from qwen_spmd.serve.request import SamplingParams
+from qwen_spmd.serve.request import Request, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,20 @@ def test_refused_by_name(name, value):
 def test_one_stop_string_and_lists():
     params = SamplingParams(stop="42", stop_token_ids=[5, 6])
     assert (params.stop, params.stop_token_ids) == (("42",), (5, 6))
+
+
+def test_known_tokens_are_those_of_prompt_and_output():
+    r = Request(id="a", prompt=[1, 2, 3], params=SamplingParams(), max_len=9, output=[4, 5])
+    for start in range(6):
+        for end in range(start, 6):
+            assert r.known(start, end) == [1, 2, 3, 4, 5][start:end]
+
+
+@pytest.mark.parametrize(
+    ("ids", "kept", "reason"),
+    [([7, 8], [7, 8], None), ([7, 3, 8], [7, 3], "stop"), ([3, 7, 3], [3, 7, 3], "stop"), ([7, -1], [7], "error")],
+)
+def test_where_new_tokens_end_it(ids, kept, reason):
+    params = SamplingParams(min_tokens=2)  # one more cannot end it
+    r = Request(id="a", prompt=[1], params=params, max_len=9, output=[4], stop_ids=(2, 3))
+    assert r.cut(ids) == (kept, reason)

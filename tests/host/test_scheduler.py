@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from qwen_spmd.limits import FROM_SLOT
 from qwen_spmd.serve.blocks import Blocks
-from qwen_spmd.serve.placement import DECODE_COST, HORIZON
 from qwen_spmd.serve.request import Request, SamplingParams, Status
 from qwen_spmd.serve.scheduler import QueueFull, Scheduler
 from qwen_spmd.serve.scheduler_config import SchedulerConfig
+from qwen_spmd.serve.work import DECODE_COST, HORIZON
 
 VOCAB = 11
 DTYPES = {"temperature_B": "f4", "top_p_B": "f4", "min_p_B": "f4", "seed_B": "u4", "fresh_B": "?", "emit_B": "?"}
@@ -150,14 +150,14 @@ class Loop:
         return np.stack([device.run(of_rank(plan, rank)) for rank, device in enumerate(self.devices)])
 
     def step(self):
-        scheduler, key, before = self.scheduler, self.scheduler._key, {r: r.rank for r in self.requests}
-        flight, self.steps = self.flight, self.steps + 1
+        scheduler, key, flight, self.steps = self.scheduler, self.scheduler._key, self.flight, self.steps + 1
+        before = [(r, r.rank, r.preemptions) for r in self.requests]
         assert self.steps < 1000, "no progress"
         scheduler.seats = []
         plan = scheduler.schedule()
-        seated = [r for r, rank in before.items() if rank < 0 <= r.rank]
+        seated = [r for r, rank, n in before if r.rank >= 0 and (rank < 0 or r.preemptions > n)]
         waiting = [r for r in self.requests if r.status is Status.WAITING]
-        lost = {before[r] for r in waiting if before[r] >= 0}
+        lost = {rank for r, rank, n in before if r.preemptions > n}
         assert all(key(r) < key(s) for r in seated for s in waiting), "passed another"
         assert not lost & {r.rank for r in seated}, "took what another lost"
         assert plan or flight or not scheduler.has_work, "stuck"
@@ -200,7 +200,7 @@ class Loop:
         assert len(plan.rows) == len(plan.emits) == ranks
         assert min(b for b in config.seq_buckets if b >= max(map(len, plan.rows))) == B
         assert n <= config.decode_window
-        assert T == (B if n else min(b for b in config.token_buckets if b >= max(totals)))
+        assert (B if n else min(b for b in config.token_buckets if b >= max(totals))) == T
         assert n <= 1 or not s.num_waiting
         rows = [r for p in plans for r in p.rows]
         assert 1 <= len(rows) == len(set(rows))
@@ -511,11 +511,177 @@ def test_the_queue_is_bounded():
     loop.drain()
 
 
+def test_each_goes_to_the_rank_with_the_least_work():
+    loop = Loop(ranks=2, max_num_batched_tokens=64, token_buckets=(64,))
+    # Work of the ranks before each: 0 0, 38 0, 38 15, 38 30, 38 153, 66 153.
+    requests = [loop.add(prompt=p, new=n) for p, n in [(30, 2), (3, 3), (3, 3), (3, 30), (20, 2), (3, 10)]]
+    loop.step()
+    assert [r.rank for r in requests] == [0, 1, 1, 1, 0, 0]
+    loop.drain()
+
+
+def test_what_is_done_is_no_work():
+    loop = Loop(ranks=2)
+    long, short = loop.add(prompt=20, new=3), loop.add(prompt=2, new=7)
+    loop.step()
+    late = loop.add(prompt=1, new=1)  # 16 of 32 are left on the first rank, 28 of 30 on the other
+    loop.step()
+    assert (long.rank, short.rank, late.rank) == (0, 1, 0)
+    loop.drain()
+
+
+def test_only_so_many_decode_tokens_are_expected():
+    loop = Loop(ranks=2, pages=2000, max_model_len=2000)
+    endless, long, one, two = [loop.add(new=n) for n in (1500, HORIZON, 1, 2)]
+    loop.step()
+    assert [r.rank for r in (endless, long, one, two)] == [0, 1, 0, 1], "endless counts for no more than long"
+    late = loop.add(new=1)
+    loop.step()
+    assert late.rank == 0, "nor does it once it decodes"
+    loop.scheduler.abort(endless), loop.scheduler.abort(long)
+    loop.drain()
+
+
+def test_pages_then_slots_break_ties():
+    loop = Loop(ranks=3, page_size=4, max_num_batched_tokens=32)
+    # As much work, in 4, 3 and 2 pages.
+    requests = [loop.add(prompt=p, new=n) for p, n in ((12, 1), (8, 2), (4, 3), (1, 1))]
+    loop.step()
+    assert [r.rank for r in requests] == [0, 1, 2, 2]
+    loop.drain()
+    loop = Loop(ranks=2, page_size=4)
+    # As much work in as many pages, of two requests and of one.
+    requests = [loop.add(prompt=p, new=1) for p in (1, 6, 1, 1)]
+    loop.step()
+    assert [r.rank for r in requests] == [0, 1, 0, 1]
+    loop.drain()
+
+
+def test_less_work_is_no_use_without_pages():
+    loop = Loop(ranks=2, pages=8, page_size=2, decode_window=1)
+    many, few = loop.add(prompt=10, new=1), loop.add(prompt=1, new=12)
+    loop.step()
+    assert (many.rank, few.rank) == (0, 1)
+    big, small = loop.add(prompt=9, new=2), loop.add(prompt=1, new=2)
+    assert loop.step().rows == [[small], [few, big]]
+    loop.drain()
+
+
+def test_each_rank_has_the_whole_budget():
+    loop = Loop(ranks=2, max_num_batched_tokens=8)
+    requests = [loop.add(prompt=n, new=3) for n in (12, 5, 2, 4)]
+    plan = loop.step()
+    assert plan.rows == [[requests[0]], [requests[3], requests[1], requests[2]]]
+    assert plan.q_start_B.tolist() == [[0, 8, 8, 8, 8], [0, 1, 6, 8, 8]]
+    assert loop.step().q_start_B[:, -1].tolist() == [4, 2 + 3]
+    loop.drain()
+
+
+def test_a_rank_without_rows_is_padding():
+    loop = Loop(ranks=3)
+    only = loop.add()
+    ragged, window = loop.step(), loop.step()
+    assert (ragged.iterations, window.iterations) == (0, 4)
+    for plan in (ragged, window):
+        assert plan.rows == [[only], [], []] and plan.emits[1:] == [[], []]
+        assert plan.kv_len_B.shape == (3, 1) and plan.pages_BP.shape == (3, 1, 24)
+        for name in ("tokens_T", "q_start_B", "kv_len_B", "pages_BP", "write_slot_B", "fresh_B", "emit_B"):
+            assert not getattr(plan, name)[1:].any(), name
+    loop.drain()
+
+
+def test_ranks_share_buckets_and_windows():
+    loop = Loop(ranks=2)
+    long, *short = [loop.add(prompt=p, new=n) for p, n in ((12, 9), (1, 2), (1, 2), (1, 2))]
+    plan = loop.step()
+    assert plan.rows == [[long], short] and plan.tokens_T.shape == (2, 16) and plan.kv_len_B.shape == (2, 4)
+    plan = loop.step()
+    assert (plan.iterations, plan.emits) == (4, [[4], [1, 1, 1]])
+    loop.drain()
+
+
+def test_all_ranks_halve_their_window_before_one_preempts():
+    loop = Loop(ranks=2, pages=7, page_size=2, decode_window=8)
+    requests = [loop.add(prompt=3, new=n) for n in (11, 9, 3)]
+    loop.step()
+    # As for one rank: 8 iterations would take 4 + 1 of the second's 3 free pages, 4 take 2 + 1.
+    assert [r.rank for r in requests] == [0, 1, 1] and [b.free_pages for b in loop.all_blocks] == [5, 3]
+    assert (loop.step().iterations, loop.scheduler.preemptions) == (4, 0)
+    assert [b.free_pages for b in loop.all_blocks] == [3, 0]
+    loop.drain()
+
+
+def test_a_preempted_request_may_move():
+    loop = Loop(ranks=2, pages=10, page_size=2)
+    first, other, last = [loop.add(prompt=4, new=n) for n in (15, 16, 12)]
+    loop.step()
+    assert (first.rank, other.rank, last.rank) == (0, 1, 0)
+    loop.scheduler.abort(other)
+    while not last.preemptions:
+        plan = loop.step()
+    assert last.rank == -1 and plan.rows == [[first], []], "the other rank has room, but tokens are in flight"
+    while last.rank < 0:
+        plan = loop.step()
+    assert last.rank == 1 and last.output and plan.rows == [[first], [last]] and plan.fresh_B[:, 0].tolist() == [0, 1]
+    loop.drain()
+    assert (first.preemptions, last.preemptions) == (0, 1)
+
+
+def test_a_preempted_request_without_tokens_in_flight_moves_at_once():
+    loop = Loop(ranks=2, pages=12, page_size=2, decode_window=1, max_num_batched_tokens=5)
+    first, other, last = [loop.add(prompt=p, new=n) for p, n in ((3, 9), (3, 20), (19, 1))]
+    loop.step()
+    assert (first.rank, other.rank, last.rank) == (0, 1, 0)
+    loop.scheduler.abort(other)
+    while not last.preemptions:
+        assert last.rank == 0
+        plan = loop.step()
+    assert last.rank == 1 and plan.rows == [[first], [last]] and plan.tokens_T[1].tolist()[:5] == last.prompt[:5]
+    loop.drain()
+
+
+def test_preemption_stays_within_the_rank():
+    loop = Loop(ranks=2, pages=9, page_size=2)
+    requests = [loop.add(prompt=4, new=n) for n in (10, 13, 9, 2)]
+    loop.step()
+    assert [r.rank for r in requests] == [0, 1, 0, 1], "the last in order runs on the rank that lacks nothing"
+    while not loop.scheduler.preemptions:
+        loop.step()
+    assert [r.preemptions for r in requests] == [0, 0, 1, 0]
+    loop.drain()
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_abort_at_any_step(steps):
+    for i in range(4):
+        loop = Loop(ranks=2, pages=9, page_size=2, max_num_seqs=2, max_num_batched_tokens=4)
+        for p, n in ((7, 6), (2, 14), (3, 12), (5, 9)):
+            loop.add(prompt=p, new=n)
+        for _ in range(steps):
+            loop.step()
+        loop.scheduler.abort(loop.requests[i])
+        loop.check_blocks()
+        loop.drain()
+
+
+def test_numbers_of_the_ranks():
+    loop = Loop(ranks=2)
+    s = loop.scheduler
+    assert (s.rank_tokens, s.running_by_rank, s.imbalance) == ([0, 0], [0, 0], 1)
+    loop.add(prompt=6, new=6), loop.add(prompt=2, new=2)
+    loop.step()
+    assert (s.rank_tokens, s.running_by_rank, s.imbalance, s.padding_tokens) == ([6, 2], [1, 1], 6 / 4, 8)
+    loop.step()  # a window of 4, of which the second rank uses 1
+    assert (s.rank_tokens, s.scheduled_tokens, s.padding_tokens) == ([10, 3], 13, 8 + 3)
+    assert s.imbalance == (6 / 4 + 4 / 2.5) / 2
+    loop.drain()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished", "never added"])
 def test_abort(state, ranks):
     loop = Loop(ranks=ranks, max_num_seqs=2, max_num_batched_tokens=8)
-    other, r = loop.add(prompt=2, new=20), loop.add(prompt=14, new=9)
+    _, r = loop.add(prompt=2, new=20), loop.add(prompt=14, new=9)
     free = loop.blocks.num_pages - 1, loop.blocks.num_slots - 1
     while state not in ("waiting", "never added") and not r.first_scheduled:
         loop.step()
@@ -633,11 +799,9 @@ def test_ids_outside_the_vocabulary_are_refused():
             Loop().scheduler.add(Request(id="a", prompt=ids, params=SamplingParams(), max_len=9))
 
 
-@pytest.mark.parametrize(
-    "sizes", [[], [(9, 2, 3), (8, 2, 3)], [(9, 2, 3), (9, 4, 3)], [(9, 2, 3), (9, 2, 4)]]
-)
+@pytest.mark.parametrize("sizes", [[], [(9, 2, 3), (8, 2, 3)], [(9, 2, 3), (9, 4, 3)], [(9, 2, 3), (9, 2, 4)]])
 def test_ranks_have_the_same_sizes(sizes):
-    with pytest.raises(ValueError, match="blocks is of sizes .* all of the same sizes"):
+    with pytest.raises(ValueError, match=r"blocks is of sizes .* all of the same sizes"):
         Scheduler(Loop().config, [Blocks(*each) for each in sizes])
 
 

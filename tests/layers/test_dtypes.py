@@ -8,16 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from qwen_spmd import checkpoint, model, params
 from qwen_spmd import state as state_lib
 from qwen_spmd.layers import gated_delta
-from qwen_spmd.layers.embed import unembed
+from qwen_spmd.layers.embed import unembed, unembed_shared
 from qwen_spmd.layers.linear import einsum
 from qwen_spmd.layers.norm import gated_rms_norm, rms_norm
+from qwen_spmd.mesh.axes import RANKS, make_mesh
+from qwen_spmd.mesh.rules import SINGLE
 from qwen_spmd.serve.sizes import Shapes
 from qwen_spmd.state import Batch
 
+MESH = make_mesh()
 BF16, F32 = jnp.bfloat16, jnp.float32
 FLOAT32 = {"a_log", "dt_bias", "norm"}
 """Of a Gated DeltaNet layer: exponentials of them steer the state, and the gated norm's weight is stored so."""
@@ -61,7 +66,7 @@ def test_declared_state(tiny):
     cfg, _ = tiny
     state = state_lib.declare(cfg, BF16, pages=3, page_size=4, slots=2)
     got = {f.name: getattr(state, f.name).dtype for f in dataclasses.fields(state)}
-    assert got == {"kv": BF16, "conv": BF16, "rec": F32, "token": jnp.int32, "stopped": jnp.bool_}
+    assert got == {"kv": BF16, "conv": BF16, "rec": F32, "token": jnp.int32, "stopped": jnp.bool_, "load": jnp.int32}
     shapes = Shapes(4, 3, 2, 1, 1, (), ())
     assert [shapes.state(cfg, BF16, d).rec.dtype for d in ("float32", "bfloat16")] == [F32, BF16]
 
@@ -99,9 +104,18 @@ def test_float32_products_are_full():
 
 @functools.partial(jax.jit, static_argnums=3)
 def step(weights, state, batch, cfg):
-    rows = state_lib.ragged(batch, 16)
-    hidden, state, trace = model.forward(weights, state, batch.tokens_T, rows, cfg=cfg, impl="reference", trace=True)
-    return hidden, state, trace, unembed(weights, hidden)
+    def body(weights, state, batch):
+        rows = state_lib.ragged(batch, 16)
+        x, state, trace = model.forward(weights, state, batch.tokens_T, rows, cfg=cfg, impl="reference", trace=True)
+        return x, state, trace, unembed_shared(weights, x)
+
+    specs, rows = (params.specs(cfg, SINGLE), state_lib.specs(SINGLE)), P(RANKS)
+    outs = (rows, specs[1], P(None, RANKS), rows)
+    return jax.shard_map(body, mesh=MESH, in_specs=(*specs, rows), out_specs=outs)(weights, state, batch)
+
+
+def on_mesh(tree, specs):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec)), tree, specs)
 
 
 def one_sequence(tokens, start, stop):
@@ -115,12 +129,16 @@ def one_sequence(tokens, start, stop):
 def test_whole_model_and_bfloat16_state(tiny):
     """Both state dtypes go through a prefill and decode steps, keep their dtypes, and agree to bfloat16 rounding."""
     cfg, weights = tiny
+    weights = params.place(weights, cfg, MESH, SINGLE)
     tokens, recs = np.random.default_rng(0).integers(0, 400, 20), {}
     for rec_dtype in ("float32", "bfloat16"):
         declared = Shapes(16, 4, 2, 3, 1, (), ()).state(cfg, BF16, rec_dtype)
         state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), declared)
+        state = on_mesh(state, state_lib.specs(SINGLE))
         for start, stop in ((0, 18), (18, 19), (19, 20)):
-            hidden, state, trace, logits = step(weights, state, one_sequence(tokens, start, stop), cfg)
+            batch = one_sequence(tokens, start, stop)
+            batch = on_mesh(batch, jax.tree.map(lambda _: P(RANKS), batch))
+            hidden, state, trace, logits = step(weights, state, batch, cfg)
         assert (hidden.dtype, trace.hidden.dtype, logits.dtype) == (BF16, BF16, F32)
         assert (trace.routing.logits_TE.dtype, trace.routing.gates_TX.dtype) == (F32, F32)
         assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, declared)

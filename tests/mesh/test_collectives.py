@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hierarchical reduce-scatter gives what the compiler's own does, for any cube, and goes over the links in order."""
+"""The hierarchical reduce-scatter gives what the compiler's own does, for any cube; the order of its links."""
 
 import re
 
@@ -51,14 +51,11 @@ def test_any_power_of_two(sizes):
 def test_order_of_the_links():
     """Half of the rows over the first link, a quarter over the next; micro-batches leave the chip by different ones."""
     _, program = scattered(make_mesh(ep=8), summands(8, T=1), how="hierarchical", cube=SHUFFLED, micro_batches=2)
-    permutes = re.findall(
-        r"= f32\[([\d,]+)\].* collective-permute\(.*source_target_pairs=\{\{(.*?)\}\}", program.as_text()
-    )
+    permute = r"= f32\[([\d,]+)\].* collective-permute\(.*source_target_pairs=\{\{(.*?)\}\}"
     seen = []
-    for shape, pairs in permutes:
-        bits = {
-            SHUFFLED.corners[a] ^ SHUFFLED.corners[b] for a, b in (map(int, p.split(",")) for p in pairs.split("},{"))
-        }
+    for shape, pairs in re.findall(permute, program.as_text()):
+        devices = [map(int, pair.split(",")) for pair in pairs.split("},{")]
+        bits = {SHUFFLED.corners[a] ^ SHUFFLED.corners[b] for a, b in devices}
         assert len(bits) == 1
         seen.append((int(np.prod([int(n) for n in shape.split(",")])) // 5, bits.pop()))
     core, x, y = 1, 2, 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements and their tables, copies of the hottest experts, load by rank. Moving weights: tests/layers/test_moe.py."""
+"""Placements and their tables, copies of the hottest experts, load by rank. Moving weights: layers/test_moe.py."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_balance_lowers_the_busiest_ranks_share():
     before = imbalance(identity(2, 512, 512).load_LQ(load_LE, 1), 8)
     spread = imbalance(balance(load_LE, 8, 512, 1).load_LQ(load_LE, 1), 8)
     copied = imbalance(balance(load_LE, 8, 544, 8).load_LQ(load_LE, 8), 8)
-    assert np.all(before > 1.4) and np.all(spread < before) and np.all(copied < 1.02)
+    assert np.all(before > 1.4) and np.all(spread < before) and np.all(copied < 1.05)
     wide = [imbalance(balance(load_LE, 64, p, a).load_LQ(load_LE, a), 64) for p, a in ((512, 1), (576, 8))]
     assert np.all(wide[0] > 8) and np.all(wide[1] < 1.6)
 
@@ -90,7 +90,5 @@ def test_copies_are_on_different_ranks():
 
 @pytest.mark.parametrize("places", [4, 10])
 def test_refused_numbers_of_places(places):
-    with pytest.raises(
-        ValueError, match=f"places is {places}, it must be a multiple of 4 ranks and at least 8 experts"
-    ):
+    with pytest.raises(ValueError, match=f"places is {places}, it must be a multiple of 4 ranks and at least 8"):
         balance(np.ones((1, 8)), 4, places, 1)

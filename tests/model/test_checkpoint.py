@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from qwen_spmd import checkpoint
+from qwen_spmd import params as params_lib
+from qwen_spmd.checkpoint import pieces
 from qwen_spmd.config import load_config
 from qwen_spmd.mesh.axes import make_mesh
-from qwen_spmd.params import abstract, declare, num_bytes
+from qwen_spmd.mesh.rules import layout
+from qwen_spmd.params import abstract, num_bytes
 
 ORACLES = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
 FLOAT32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
@@ -447,45 +449,85 @@ def test_save_refuses(oracle, tmp_path):
         checkpoint.save(params, cfg, {}, tmp_path, progress=False)
 
 
-def shardings_of(cfg):
-    mesh, axes = make_mesh(2, 2, 2), {"E": "ep", **dict.fromkeys("NKCUFMV", "tp"), "D": "dp"}
+# (name, axes of the mesh): fewer KV heads than tp, null experts, replicas, all at once.
+LAYOUTS = [
+    ("qwen3", {}),
+    ("qwen3", {"dp": 2, "tp": 4}),
+    ("qwen3_moe", {"ep": 8}),
+    ("qwen3_moe", {"ep": 3}),
+    ("qwen3_5", {"tp": 2}),
+    ("qwen3_5_moe", {"tp": 4}),
+    ("qwen3_5_moe", {"ep": 4, "tp": 2}),
+    ("qwen3_5_moe", {"dp": 2, "ep": 2, "tp": 2}),
+    ("qwen3_5_moe", {"ep": 3, "tp": 2}),
+]
 
-    def spec(letters):
-        used = [axes.get(c) for c in letters.replace("DD", "D.")]
-        return PartitionSpec(*used)
 
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, spec(leaf.dims)), declare(cfg, "bfloat16"))
+def same_shards(a, b):
+    """Two placed Params: shardings, and every device's shard bit by bit."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape, x.sharding) == (y.dtype, y.shape, y.sharding), path
+        for one, other in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            assert (one.device, one.index) == (other.device, other.index)
+            np.testing.assert_array_equal(one.data, other.data, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("name", ORACLES)
-def test_shardings(oracle, tmp_path, name):
-    """Every kind of axis split over eight devices, and saved from there."""
+@pytest.mark.parametrize("piece", [None, 9000], ids=["whole", "pieces"])
+@pytest.mark.parametrize(("name", "axes"), LAYOUTS, ids=lambda x: str(x))
+def test_layouts(oracle, monkeypatch, name, axes, piece):
+    """Each device has what it would get of the whole arrays, however small the pieces they are made of."""
     folder, cfg, _ = oracle(name)
-    shardings = shardings_of(cfg)
-    params = load(folder, cfg, shardings=shardings)
-    same(params, load(folder, cfg))
-    assert jax.tree.map(lambda x: x.sharding, params) == shardings
-    assert params.embed.addressable_shards[0].data.shape == (256, 32)
-    hf = json.loads((folder / "config.json").read_text())
-    checkpoint.save(params, cfg, hf, tmp_path / "new", progress=False)
+    want = params_lib.place(load(folder, cfg), cfg, make_mesh(**axes), layout(cfg.dims(), **axes))
+    if piece:
+        monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+    same_shards(load(folder, cfg, mesh=make_mesh(**axes), layout=layout(cfg.dims(), **axes)), want)
+
+
+def test_places(oracle):
+    """Null experts are zeros; the table has expert e in place e, in all its entries."""
+    folder, cfg, _ = oracle("qwen3_moe")
+    on_three = layout(cfg.dims(), ep=3, redundant_experts=2)
+    assert (on_three.places, on_three.copies) == (18, 3)
+    ffn = load(folder, cfg, mesh=make_mesh(ep=3), layout=on_three).blocks[0].ffn
+    whole = load(folder, cfg).blocks[0].ffn
+    assert ffn.w_gate.addressable_shards[0].data.shape == (4, 6, *whole.w_gate.shape[2:])
+    np.testing.assert_array_equal(np.asarray(ffn.w_gate)[:, :16], whole.w_gate)
+    assert not np.asarray(ffn.w_gate)[:, 16:].any() and not np.asarray(ffn.w_down)[:, 16:].any()
+    assert ffn.places.shape == (4, 16, 3) and ffn.places.dtype == np.int32
+    np.testing.assert_array_equal(ffn.places, np.broadcast_to(np.arange(16)[:, None], (4, 16, 3)))
+    assert whole.places is None
+
+
+def test_mesh_of_another_size(oracle):
+    folder, cfg, _ = oracle("qwen3_moe")
+    for mesh in (None, make_mesh(ep=4)):
+        with pytest.raises(ValueError, match=r"mesh is {'dp': 1, 'ep': \d, 'tp': 1}, the layout needs .*'ep': 2"):
+            load(folder, cfg, mesh=mesh, layout=layout(cfg.dims(), ep=2))
+
+
+def test_layout_without_mtp(oracle):
+    folder, cfg, _ = oracle("qwen3_5")
+    params = load(folder, cfg, mesh=make_mesh(tp=2), layout=layout(cfg.dims(), tp=2), mtp=False)
+    assert params.mtp is None
+    same(params, load(folder, cfg, mtp=False))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_save_of_shards(oracle, tmp_path, name):
+    folder, cfg, _ = oracle(name)
+    params = load(folder, cfg, mesh=make_mesh(dp=2, tp=4), layout=layout(cfg.dims(), dp=2, tp=4))
+    checkpoint.save(params, cfg, json.loads((folder / "config.json").read_text()), tmp_path / "new", progress=False)
     same(load(tmp_path / "new", cfg), params)
 
 
-def test_shardings_and_mtp(oracle):
-    folder, cfg, _ = oracle("qwen3_5")
-    shardings = shardings_of(cfg)
-    assert load(folder, cfg, shardings=shardings, mtp=False).mtp is None
-    with pytest.raises(ValueError, match=r"shardings: .*mtp\.block"):
-        load(folder, cfg, shardings=shardings.replace(mtp=None))
-
-
-@pytest.mark.parametrize("placed", [False, True])
-def test_progress_counts_bytes(oracle, monkeypatch, placed):
-    """Replicas of a shard are read once."""
+@pytest.mark.parametrize("axes", [{}, {"dp": 2, "ep": 2, "tp": 2}], ids=["single", "mixed"])
+def test_progress_counts_bytes(oracle, monkeypatch, axes):
+    """Shards of the same content are read once: what ranks of dp share, and experts that are on one rank each."""
     folder, cfg, _ = oracle("qwen3_5_moe")
     bars = []
 
-    class Bar(checkpoint.tqdm):
+    class Bar(pieces.tqdm):
         def __init__(self, **options):
             bars.append((self, options))
             super().__init__(**options)
@@ -494,10 +536,27 @@ def test_progress_counts_bytes(oracle, monkeypatch, placed):
         def update(self, n=1):
             self.count += n
 
-    monkeypatch.setattr(checkpoint, "tqdm", Bar)
+    monkeypatch.setattr(pieces, "tqdm", Bar)
     for progress in (True, False):
-        shardings = shardings_of(cfg) if placed else None
-        params = checkpoint.load(folder, cfg, dtype="bfloat16", shardings=shardings, progress=progress)
+        placed = {"mesh": make_mesh(**axes), "layout": layout(cfg.dims(), **axes)} if axes else {}
+        params = checkpoint.load(folder, cfg, dtype="bfloat16", progress=progress, **placed)
         bar, options = bars.pop()
         assert bar.count == options["total"] == num_bytes(params)
         assert options["unit"] == "B" and options["disable"] is (None if progress else True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit"), [((7,), (1,)), ((5, 6, 7), (1, 4, 7)), ((3, 8), (1, 1)), ((2, 9, 4), (1, 2, 1))]
+)
+@pytest.mark.parametrize("room", [1, 3, 8, 50, 1000])
+def test_cut(monkeypatch, shape, unit, room):
+    """Windows cover an array once, start at multiples of the unit, and fit unless one unit does not."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 2 * room)
+    seen = np.zeros(shape, int)
+    for window in pieces.cut(shape, 2, unit):
+        seen[window] += 1
+        assert all(w.start % u == 0 and w.start < w.stop <= n for w, u, n in zip(window, unit, shape, strict=True))
+        sizes = [w.stop - w.start for w in window]
+        assert np.prod(sizes) <= room or all(n <= u for n, u in zip(sizes, unit, strict=True))
+    assert (seen == 1).all()
+    assert room < 1000 or len(list(pieces.cut(shape, 2, unit))) == 1

@@ -51,6 +51,9 @@ def make_folder(folder: Path) -> Path:
 class Stats:
     running: int = 0
     waiting: int = 0
+    running_by_rank: tuple[int, ...] = (2, 1)
+    rank_imbalance: float = 1.5
+    expert_imbalance: float = 1.25
     kv_usage: float = 0.25
     slot_usage: float = 0.5
     step_age_s: float = 0.0

@@ -553,9 +553,11 @@ def test_metrics(start):
     live.engine.facts.running, live.engine.facts.waiting = 3, 4
     values = {"vllm:num_requests_running": 3, "vllm:num_requests_waiting": 4, "vllm:kv_cache_usage_perc": 0.25}
     values |= {"vllm:num_preemptions_total": 6, "qwen_spmd:recurrent_slot_usage_perc": 0.5}
+    values |= {"qwen_spmd:rank_imbalance": 1.5, "qwen_spmd:expert_imbalance": 1.25}
     values |= {"qwen_spmd:compiles_total": 5, "qwen_spmd:compiles_after_ready_total": 0}
     values |= {"qwen_spmd:step_tokens_total": 70, "qwen_spmd:padding_tokens_total": 30, "qwen_spmd:steps_total": 7}
     assert {name: metric(live, name) for name in values} == values
+    assert [metric(live, "qwen_spmd:rank_requests_running", rank=rank) for rank in "01"] == [2, 1]
 
 
 # Around the API

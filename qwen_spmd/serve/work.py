@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement: how much work a rank has before it. A waiting request goes to the rank with the least.
+"""Work: how much of it a rank has before it. A waiting request goes to the rank with the least.
 
     work = prefill tokens pending + DECODE_COST * decode tokens expected
 
