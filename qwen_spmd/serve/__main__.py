@@ -25,13 +25,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qwen_spmd.serve.args import ServeArgs, parse
+from qwen_spmd.serve.channel import Lost
 from qwen_spmd.serve.fields import ApiError
 from qwen_spmd.serve.front import Front, stopping
 from qwen_spmd.serve.http import build_app
 from qwen_spmd.serve.middleware import error_response
 from qwen_spmd.serve.model_folder import model_folder
 from qwen_spmd.serve.nodes import Node
-from qwen_spmd.serve.replica import Follower, Lost
+from qwen_spmd.serve.replica import Follower
 from qwen_spmd.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

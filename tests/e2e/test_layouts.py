@@ -130,3 +130,25 @@ def test_every_layout_gives_the_tokens_of_one_device(oracle, single, model, size
 def test_every_route_gives_the_tokens_of_one_device(oracle, single, route):
     o = oracle("qwen3_5_moe")
     assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, ep=8, route=route) == single("qwen3_5_moe")
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("qwen3", {"tp": 2}), ("qwen3_5", {"tp": 2}), ("qwen3_moe", {"ep": 2}), ("qwen3_5_moe", {"ep": 2})],
+    ids=["qwen3 tp=2", "qwen3_5 tp=2", "qwen3_moe ep=2", "qwen3_5_moe ep=2"],
+)
+def test_two_devices_give_the_tokens_of_transformers(oracle, model, sizes):
+    """On whatever platform there is: `JAX_PLATFORMS=cuda pytest -k two_devices` goes through NCCL."""
+    o = oracle(model)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 320, "block_size": 64}
+    served = Served(o.folder, **(limits | sizes))
+    try:
+        asked = []
+        for length in (5, 65, 257):
+            prompt = [int(t) for t in o.npz[f"p{length}/input_ids"].ravel()]
+            params = SamplingParams(temperature=0.0, max_tokens=32)
+            asked.append(Request(id=str(length), prompt=prompt, params=params, max_len=length + 32))
+        tokens = served.run(asked)
+    finally:
+        served.close()
+    assert tokens == {str(length): o.npz[f"p{length}/greedy_ids"].tolist() for length in (5, 65, 257)}

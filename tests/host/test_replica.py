@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from qwen_spmd.serve.replica import Follower, Leader, Lost, Step
+from qwen_spmd.serve.channel import Lost
+from qwen_spmd.serve.replica import Follower, Leader, Step
 from qwen_spmd.serve.wire import HEADER, MAGIC, NONE, VERSION, Connection, Kind
 
 HOST = "127.0.0.1"
