@@ -10,6 +10,7 @@ Page 0 and slot 0 are null: padding reads and writes there, and nobody reads wha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,22 +30,22 @@ class ModelState:
 
     kv       [L, P, K, 2, S, H] model dtype; [.., 0, ..] keys after norm and rope, [.., 1, ..] values
     conv     [L, R, W-1, C]     model dtype; the last W-1 inputs of the causal convolution, oldest first
-    rec      [L, R, U, Y, Z]    float32; the recurrent matrices
+    rec      [L, R, U, Y, Z]    float32 or bfloat16; the recurrent matrices
     token    [R]                int32; the token last sampled in each slot
     stopped  [R]                bool; its sequence has sampled a stop token or reached its length limit
     load     [I, L, Q]          int32, wraps; rows that each place for experts has computed since the start, by the
                                 independent groups of `dp`
 
-    P and R count the pages and slots of all ranks, each of which numbers its own from 0 and has a null one. K is at
+    None: the model has no layer of that kind. P and R count the pages and slots of all ranks, each of which numbers its own from 0 and has a null one. K is at
     least one for each rank of `tp`.
     """
 
     kv: jax.Array = dims("LPK2SH")
-    conv: jax.Array = dims("LRWC")
-    rec: jax.Array = dims("LRUYZ", dtype=jnp.float32)
+    conv: jax.Array | None = dims("LRWC")
+    rec: jax.Array | None = dims("LRUYZ")
     token: jax.Array = dims("R", dtype=jnp.int32)
     stopped: jax.Array = dims("R", dtype=jnp.bool_)
-    load: jax.Array = dims("ILQ", dtype=jnp.int32)
+    load: jax.Array | None = dims("ILQ", dtype=jnp.int32)
 
 
 @struct.dataclass
@@ -151,30 +152,41 @@ def ragged(batch: Batch, page_size: int, *, one_token: bool = False) -> Ragged:
     )
 
 
+KINDS = {"kv": "attention", "conv": "gated_delta", "rec": "gated_delta", "load": "moe"}
+"""Which layers each array is of."""
+
+
 def declare(
-    cfg: ModelConfig, dtype: Any, *, pages: int, page_size: int, slots: int, layout: Layout = SINGLE
+    cfg: ModelConfig,
+    dtype: Any,
+    *,
+    pages: int,
+    page_size: int,
+    slots: int,
+    rec_dtype: Any = jnp.float32,
+    layout: Layout = SINGLE,
 ) -> ModelState:
     """ModelState as `jax.ShapeDtypeStruct`s, for `pages` KV pages of `page_size` tokens and `slots` sequences a rank.
 
-    Both counts include the null page and slot. A model without layers of a kind has arrays with L = 0.
+    Both counts include the null page and slot.
     """
-    sizes = {"U": 0, "Y": 0, "Z": 0, "C": 0, "W": 1, "E": 0} | cfg.dims()
-    sizes |= {"W": sizes["W"] - 1, "P": pages * layout.ranks, "S": page_size, "R": slots * layout.ranks, "2": 2}
-    sizes |= {"K": layout.kv_heads or sizes["K"], "Q": layout.places or sizes["E"], "I": layout.dp}
-    gdn = cfg.count("gated_delta")
-    layers = {"kv": cfg.count("attention"), "conv": gdn, "rec": gdn, "load": cfg.count("moe")}
-    return ModelState(
-        **{
-            f.name: jax.ShapeDtypeStruct(
-                tuple((sizes | {"L": layers.get(f.name, 0)})[c] for c in f.metadata["dims"]),
-                f.metadata["dtype"] or jnp.dtype(dtype),
-            )
-            for f in dataclasses.fields(ModelState)  # type: ignore[arg-type]
-        }
-    )
+    sizes = cfg.dims()
+    sizes |= {"P": pages * layout.ranks, "S": page_size, "R": slots * layout.ranks, "2": 2, "I": layout.dp}
+    sizes |= {"K": layout.kv_heads or sizes["K"], "Q": layout.places or sizes.get("E", 0), "W": sizes.get("W", 1) - 1}
+
+    def array(name: str, letters: str, own: Any) -> jax.ShapeDtypeStruct:
+        here = sizes | {"L": cfg.count(KINDS[name]) if name in KINDS else 0}  # type: ignore[arg-type]
+        return jax.ShapeDtypeStruct(tuple(here[c] for c in letters), jnp.dtype(own or dtype))
+
+    return _each(cfg, lambda name, m: array(name, m["dims"], rec_dtype if name == "rec" else m["dtype"]))
 
 
-def specs(layout: Layout) -> ModelState:
+def specs(cfg: ModelConfig, layout: Layout) -> ModelState:
     """ModelState of `PartitionSpec`s."""
+    return _each(cfg, lambda _, m: layout.state_spec(m["dims"]))
+
+
+def _each(cfg: ModelConfig, make: Callable[[str, Any], Any]) -> ModelState:
     fields = dataclasses.fields(ModelState)  # type: ignore[arg-type]
-    return ModelState(**{f.name: layout.state_spec(f.metadata["dims"]) for f in fields})
+    here = (f for f in fields if f.name not in KINDS or cfg.count(KINDS[f.name]))  # type: ignore[arg-type]
+    return ModelState(**dict.fromkeys(KINDS) | {f.name: make(f.name, f.metadata) for f in here})  # type: ignore[arg-type]

@@ -100,7 +100,6 @@ def host(args: argparse.Namespace) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
 
     from qwen_spmd import SamplingParams, params
     from qwen_spmd.config import load_config
@@ -110,16 +109,16 @@ def host(args: argparse.Namespace) -> dict[str, float]:
     from qwen_spmd.serve.request import Request
     from qwen_spmd.serve.scheduler import Scheduler
     from qwen_spmd.serve.sizes import EngineConfig, choose
-    from qwen_spmd.serve.step import Steps, to_batch
+    from qwen_spmd.serve.step import Steps
 
     cfg, mesh, B, length = load_config(Path(args.model)), make_mesh(), args.seqs, 256
-    weights = jax.device_put(params.init(cfg, jnp.float32, jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    weights = params.place(params.init(cfg, jnp.float32, jax.random.key(0)), cfg, mesh, SINGLE)
     limits = EngineConfig(max_num_seqs=B, max_model_len=length, decode_window=args.window)
-    sizes = choose(cfg, weights, mesh.devices.flat[0], limits)
+    sizes = choose(cfg, weights, mesh.devices.flat[0], SINGLE, limits)
     shapes = dataclasses.replace(sizes.shapes, ragged=(), windows=(B,))  # the only program that runs here
     steps = Steps(cfg, weights, mesh, SINGLE, shapes, jnp.float32, jnp.float32)
     steps.compile(progress=False)
-    scheduler = Scheduler(sizes.scheduler, Blocks(shapes.pages, shapes.page_size, shapes.slots))
+    scheduler = Scheduler(sizes.scheduler, [Blocks(shapes.pages, shapes.page_size, shapes.slots)])
     for i in range(B):
         scheduler.add(Request(id=str(i), prompt=[1], params=SamplingParams(ignore_eos=True), max_len=length))
 
@@ -131,15 +130,15 @@ def host(args: argparse.Namespace) -> dict[str, float]:
         times[name].append(1e6 * (time.perf_counter() - start))
         return result
 
-    tokens, windows = np.ones((B, args.window), np.int32), []  # what a null model samples
+    tokens, windows = np.ones((1, B, args.window), np.int32), []  # what a null model samples
     while (plan := timed("schedule", scheduler.schedule)) is not None:
         if plan.iterations:
             windows.append(plan)
-            timed("pack", lambda plan=plan: to_batch(plan))
+            timed("pack", lambda plan=plan: steps.pack(plan))
         timed("commit", lambda plan=plan: scheduler.commit(plan, tokens))
     for plan in windows:
         # Without live rows the program ends at once, so that a device that works in this thread does not count.
-        empty = dataclasses.replace(plan, kv_len_B=np.zeros_like(plan.kv_len_B))
+        empty = steps.pack(dataclasses.replace(plan, kv_len_B=np.zeros_like(plan.kv_len_B)))
         timed("dispatch", lambda empty=empty: steps.run(empty)).block_until_ready()
     return {name: statistics.median(each) for name, each in times.items()}
 

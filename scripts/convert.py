@@ -30,7 +30,9 @@ def main() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what is as it should be
     try:
         if args.verify:
-            print(f"{args.source}: all {checkpoint.verify(Path(args.source))} pieces and files are as they were written")
+            print(
+                f"{args.source}: all {checkpoint.verify(Path(args.source))} pieces and files are as they were written"
+            )
             return
         source = model_folder(args.source, revision=args.revision)
         report = checkpoint.convert(source, args.dest, to=args.to, dtype=args.dtype)

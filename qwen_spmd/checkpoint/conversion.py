@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
+
 from qwen_spmd import params as P
 from qwen_spmd.checkpoint import huggingface, manifest, orbax
 from qwen_spmd.checkpoint.manifest import JOURNAL, MANIFEST, Journal, Piece, checksum

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
+
 from qwen_spmd import params as P
 from qwen_spmd.checkpoint.manifest import Piece
 from qwen_spmd.checkpoint.pieces import Source, Tensor, Window, bar, cut, some
 from qwen_spmd.checkpoint.table import QUANTISED, VISION, Part, canonical, copy, form, parts
 from qwen_spmd.config import ModelConfig
-from safetensors import SafetensorError, safe_open
 
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),

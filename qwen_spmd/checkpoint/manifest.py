@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from qwen_spmd.checkpoint.pieces import Window
 
 MANIFEST, JOURNAL = "qwen_spmd.json", "qwen_spmd_unfinished.jsonl"

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
+
 from qwen_spmd import params as P
 from qwen_spmd.checkpoint.manifest import MANIFEST, Piece
 from qwen_spmd.checkpoint.pieces import Source, Tensor, Window, cut, some

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from qwen_spmd import params as P
 from qwen_spmd.checkpoint.pieces import Source, Window, bar, cut
 from qwen_spmd.checkpoint.source import open_source

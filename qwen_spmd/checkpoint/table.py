@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
+
 from qwen_spmd import params as P
 from qwen_spmd.checkpoint.pieces import Window
 from qwen_spmd.config import ModelConfig

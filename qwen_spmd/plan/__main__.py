@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m qwen_spmd.plan: does a model fit on hardware, how fast can it be at most, and does it compile for it.
 
-Exit code 0: it fits; 1: it does not, and what would is said; 2: a flag is wrong.
+Exit code 0: it fits; 1: it does not, and what would is said, or the compiler refuses it; 2: a flag is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qwen_spmd.plan import presets, report
-from qwen_spmd.plan.compile import Program, Target, compile_steps
+from qwen_spmd.plan.compile import Program, Refused, Target, compile_steps
 from qwen_spmd.plan.hardware import CHIPS, topology
 from qwen_spmd.plan.memory import Case, memory
 from qwen_spmd.plan.roofline import Assumptions, Roofline
@@ -109,9 +109,14 @@ def plan(args: argparse.Namespace) -> int:
     print(f"{args.model} on {topo.name} ({chips}), {lay.name}; weights {args.weight_dtype}, else {args.dtype}\n")
 
     programs: list[Program] = []
+    refused = None
     need = memory(case, temporaries=0)
     if args.compile and need.free >= 0:
-        programs = compile_steps(_target(args, case, need.pages, need.slots))
+        print(f"compiling two programs for {topo.name}: minutes for a large model", file=sys.stderr)
+        try:
+            programs = compile_steps(_target(args, case, need.pages, need.slots))
+        except Refused as error:
+            refused = str(error)
     temporaries = max((p.temporaries + p.code for p in programs), default=None)
     fit = memory(case, temporaries=temporaries)
     print(report.memory_text(fit, programs))
@@ -120,11 +125,12 @@ def plan(args: argparse.Namespace) -> int:
     print("\n" + report.roofline_text(roofline, case, work))
     if args.json:
         args.json.write_text(json.dumps(report.as_json(fit, roofline, work, programs), indent=1) + "\n")
+    sys.stdout.flush()
     if fit.free < 0:
-        sys.stdout.flush()
         print("\n" + report.unfit_text(fit), file=sys.stderr)
-        return 1
-    return 0
+    if refused:
+        print("\n" + refused, file=sys.stderr)
+    return 1 if fit.free < 0 or refused else 0
 
 
 def _target(args: argparse.Namespace, case: Case, pages: int, slots: int) -> Target:

@@ -32,6 +32,18 @@ ENVIRONMENT = {
 """What libtpu needs to compile on a machine that is no TPU host, beside others that do so."""
 
 
+OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
+"""Options of the TPU's compiler.
+
+It would have 16-bit weights in tiles of 16 rows, and as arguments come in tiles of 8 it would copy all of them in each
+step: Qwen3-235B-A22B needs 141 GB of temporaries with that.
+"""
+
+
+class Refused(ValueError):
+    """The compiler does not take a program, such as one that does not fit."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """What to compile. Counts are of one rank, null page and slot included.
@@ -85,14 +97,14 @@ class Program:
     @property
     def problems(self) -> list[str]:
         """What a program must not do: copy weights or state, or return state that is not updated in place."""
-        out = [f"{c.op} copies {c.of}, {c.bytes / 1e6:,.1f} MB, {c.count} times a step" for c in self.copies]
+        out = [f"copy of {c.of}: {c.bytes / 1e6:,.1f} MB, {c.count} times ({c.op})" for c in self.copies]
         if self.aliased < self.state:
             out.append(f"{(self.state - self.aliased) / 1e6:,.1f} MB of the state are not updated in place")
         return out
 
 
-def compile_steps(target: Target, *, timeout: float = 3600) -> list[Program]:
-    """The Programs of a Target. ValueError if it is no TPU, libtpu is not there, or the compiler refuses."""
+def compile_steps(target: Target) -> list[Program]:
+    """The Programs of a Target. ValueError if it is no TPU or libtpu is not there, Refused by the compiler."""
     if topology(target.topology).chip.platform != "tpu":
         raise ValueError(
             f"topology is {target.topology!r}: only TPU programs can be compiled without the device, a GPU's compiler "
@@ -104,11 +116,11 @@ def compile_steps(target: Target, *, timeout: float = 3600) -> list[Program]:
     env.pop("XLA_FLAGS", None)  # the CPU's: emulated devices, or none of its optimisations
     command = [sys.executable, "-m", "qwen_spmd.plan.compile"]
     spec = json.dumps(dataclasses.asdict(target))
-    done = subprocess.run(command, input=spec, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, input=spec, env=env, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         error = next((line for line in reversed(lines) if "Error" in line or "RESOURCE_EXHAUSTED" in line), lines[-1])
-        raise ValueError(f"the compiler refuses {target.model} on {target.topology}: {error.strip()[:600]}")
+        raise Refused(f"the compiler refuses {target.model} on {target.topology}: {error.strip()[:600]}")
     return [_program(x) for x in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -148,17 +160,14 @@ def build(target: Target, devices: Any) -> Any:
     return Steps(cfg, abstract, mesh, lay, shapes, target.dtype, target.state_dtype)
 
 
-def compile_key(steps: Any, key: tuple[int, int] | int, *, save: str | None = None) -> Program:
-    """Lower, compile and read one of `steps`' programs. `save`: a file for the optimised HLO."""
+def compile_key(steps: Any, key: tuple[int, int] | int, options: dict[str, str] | None = None) -> Program:
+    """Lower, compile and read one of `steps`' programs."""
     start = time.perf_counter()
     lowered = steps.lower(key)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=options)
     compiled_at = time.perf_counter()
     text, memory, cost = compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis() or {}
-    if save:
-        with open(save, "w") as file:
-            file.write(text)
     module = Module(text)
     # No step reads the MTP layer yet, and activations may have the shapes of its single layer.
     used = dataclasses.replace(steps.weights, mtp=None)
@@ -197,7 +206,7 @@ def main() -> int:
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
     steps = build(target, devices)
-    print(json.dumps([dataclasses.asdict(compile_key(steps, key)) for key in target.keys]))
+    print(json.dumps([dataclasses.asdict(compile_key(steps, key, OPTIONS)) for key in target.keys]))
     return 0
 
 

@@ -111,15 +111,16 @@ class Module:
         """Turns of a loop that counts from 0 to a constant, else None."""
         ops = {op.name: op for op in self.computations[condition]}
         last = next(op for op in ops.values() if op.root)
-        if last.code == "fusion":
-            return self._trips(_NAME.search(dict(_CALLS.findall(last.args))["calls"])[1])  # type: ignore[index]
+        if last.code == "fusion":  # its parameters are what the fusion is called with
+            given = [ops[name] for name in _NAME.findall(last.args.split(")")[0])]
+            inside = self.computations[_NAME.search(dict(_CALLS.findall(last.args))["calls"])[1]]  # type: ignore[index]
+            ops = {op.name: given[int(op.args.split(")")[0])] if op.code == "parameter" else op for op in inside}
+            last = next(op for op in inside if op.root)
         if last.code != "compare" or "direction=LT" not in last.args:
             return None
-        limit = ops.get(_NAME.findall(last.args)[1])
-        if limit is None or limit.code != "constant":
-            return None
+        limit = ops[_NAME.findall(last.args)[1]]
         value = limit.args.split(")")[0]
-        return int(value) if value.isdecimal() else None
+        return int(value) if limit.code == "constant" and value.isdecimal() else None
 
     def collectives(self) -> list[Collective]:
         """All collectives, equal ones together, in order of the bytes that they bring."""
@@ -143,17 +144,21 @@ class Module:
         A copy may permute axes or cast, so shapes are compared without order and dtypes not at all. Passed over: what
         is below 1 MiB, prefetches into a core's own memory (space S(1)), and what a fusion only computes inside.
         """
-        whole = {_axes(shape): name for name, shape in arrays.items()}
+        whole: dict[tuple[int, ...], list[str]] = {}
+        for name, shape in arrays.items():
+            for axes in {tuple(shape), _axes(shape)}:
+                whole.setdefault(axes, []).append(name)
         layers = {_axes(shape[1:]): (name, _axes(shape)) for name, shape in arrays.items()}
         types = {op.name: op.type for ops in self.computations.values() for op in ops}
         fused = self._fused()
 
-        def source(op: Op, axes: tuple[int, ...]) -> str | None:
-            if axes in whole:
-                return whole[axes]
-            name, stack = layers.get(axes, ("", ()))
+        def source(op: Op) -> str | None:
+            shape = _shape(op.type)
+            if names := whole.get(shape) or whole.get(_axes(shape)):
+                return " or ".join(names)
+            name, stack = layers.get(_axes(shape), ("", ()))
             # Activations may have a layer's shape; what is cut out of the stack reads the stack.
-            reads = [array_axes(types[o]) for o in _NAME.findall(op.args.split("), ")[0]) if o in types]
+            reads = [_axes(_shape(types[o])) for o in _NAME.findall(op.args.split("), ")[0]) if o in types]
             return f"a layer of {name}" if name and stack in reads else None
 
         found: dict[tuple[str, str, int], int] = {}
@@ -164,7 +169,7 @@ class Module:
                 array = _ARRAY.search(op.type)
                 if array is None or "S(1)" in op.type or array_bytes(*array.groups()) < 1 << 20:
                     continue
-                if (of := source(op, array_axes(op.type))) is not None:
+                if (of := source(op)) is not None:
                     key = (op.name, of, array_bytes(*array.groups()))
                     found[key] = found.get(key, 0) + self.runs[name]
         return sorted((Copy(*key, n) for key, n in found.items()), key=lambda c: -c.bytes * c.count)
@@ -206,10 +211,10 @@ def _op(line: str) -> Op | None:
     return None
 
 
-def array_axes(type: str) -> tuple[int, ...]:
-    """Sizes of the first array in a type, in order of size and without ones: what no permutation changes."""
+def _shape(type: str) -> tuple[int, ...]:
+    """Of the first array in a type."""
     array = _ARRAY.search(type)
-    return _axes(int(d) for d in array[2].split(",") if d) if array else ()
+    return tuple(int(d) for d in array[2].split(",") if d) if array else ()
 
 
 def array_bytes(dtype: str, dims: str) -> int:
@@ -246,4 +251,5 @@ def _received(kind: str, group: int, result: int) -> int:
 
 
 def _axes(shape: Iterable[int]) -> tuple[int, ...]:
+    """What no permutation changes: sizes in order, without ones."""
     return tuple(sorted(n for n in shape if n > 1))

@@ -180,9 +180,9 @@ def memory(case: Case, *, temporaries: int | None = None) -> Memory:
     leaves = on_device(weights(cfg, case.dtype, case.weight_dtype, lay), params.specs(cfg, lay), lay)
 
     def state_bytes(pages: int, slots: int) -> int:
-        st = state.declare(cfg, case.dtype, pages=pages, page_size=case.page_size, slots=slots, layout=lay)
-        st = dataclasses.replace(st, rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(case.state_dtype)))
-        return num_bytes(on_device(st, state.specs(lay), lay))
+        sizes = {"pages": pages, "page_size": case.page_size, "slots": slots}
+        st = state.declare(cfg, case.dtype, **sizes, rec_dtype=case.state_dtype, layout=lay)
+        return num_bytes(on_device(st, state.specs(cfg, lay), lay))
 
     one = state_bytes(1, 1)
     page_bytes, slot_bytes = state_bytes(2, 1) - one, state_bytes(1, 2) - one

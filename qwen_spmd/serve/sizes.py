@@ -81,7 +81,8 @@ class EngineConfig:
         check("state_dtype", self.state_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
         sizes = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "num_pages")
         check("redundant_experts", self.redundant_experts >= 0, "at least 0")
-        check("moe_route", self.moe_route in ("auto", "gather_scatter", "all_to_all"), "auto, gather_scatter or all_to_all")
+        routes = ("auto", "gather_scatter", "all_to_all")
+        check("moe_route", self.moe_route in routes, ", ".join(routes))
         check("moe_wire", self.moe_wire in ("auto", "fp8"), "auto or fp8")
         for name in (*sizes, "decode_window", "max_queue", "dp", "ep", "tp"):
             value = getattr(self, name)
@@ -104,8 +105,8 @@ class Shapes:
 
     def state(self, cfg: ModelConfig, dtype: Any, rec_dtype: Any, layout: Layout = SINGLE) -> ModelState:
         """The model's state in these shapes, abstract."""
-        st = state.declare(cfg, dtype, pages=self.pages, page_size=self.page_size, slots=self.slots, layout=layout)
-        return dataclasses.replace(st, rec=jax.ShapeDtypeStruct(st.rec.shape, jnp.dtype(rec_dtype)))
+        sizes = {"pages": self.pages, "page_size": self.page_size, "slots": self.slots}
+        return state.declare(cfg, dtype, **sizes, rec_dtype=rec_dtype, layout=layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +181,8 @@ def choose(cfg: ModelConfig, weights: Params, device: Any, layout: Layout, confi
         pages = wanted if page_bytes == 0 else min(wanted, budget // page_bytes - 1)
     if pages < 1:
         raise ValueError(
-            f"max_num_seqs is {seqs} a rank, whose recurrent state ({_size((seqs + 1) * slot_bytes)}) leaves no memory for KV "
-            "pages; lower it or raise the memory share"
+            f"max_num_seqs is {seqs} a rank, whose recurrent state ({_size((seqs + 1) * slot_bytes)}) leaves no memory "
+            "for KV pages; lower it or raise the memory share"
         )
     if pages * page_size < max_len:
         if config.max_model_len is not None:

@@ -46,6 +46,13 @@ STOP_CHECK = 4
 """Iterations of a window between two looks at whether any rank has a live row: that takes a collective."""
 
 
+COMPILER_OPTIONS = {
+    # Otherwise 16-bit expert weights get another tiling within the program than outside of it: a copy of all of them.
+    "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
+}
+"""By platform."""
+
+
 class Steps:
     """Compiled step programs of one model on one mesh. `run` is asynchronous; it consumes and replaces `state`.
 
@@ -67,7 +74,7 @@ class Steps:
     ):
         self.cfg, self.mesh, self.layout, self.shapes, self.route = cfg, mesh, layout, shapes, route
         self.weights = weights
-        self._specs = (params.specs(cfg, layout), state.specs(layout))
+        self._specs = (params.specs(cfg, layout), state.specs(cfg, layout))
         self.abstract_state = self._on_mesh(shapes.state(cfg, dtype, rec_dtype, layout), self._specs[1])
         self._programs: dict[Key, Any] = {}
         self._iterations: list[jax.Array] = []
@@ -79,13 +86,14 @@ class Steps:
         zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), declared)  # noqa: E731
         self.state = jax.jit(zeros, out_shardings=jax.tree.map(lambda s: s.sharding, declared))()
         self._iterations = [self._put(np.int32(n), P()) for n in range(self.shapes.window + 1)]
-        self._copy = jax.jit(jnp.copy).lower(declared.load).compile()
+        self._copy = None if declared.load is None else jax.jit(jnp.copy).lower(declared.load).compile()
         keys: list[Key] = [*self.shapes.ragged, *self.shapes.windows]
         with (
             tqdm(total=len(keys), desc="compile", unit="program", disable=not progress) as bar,
             ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
-            for key, program in zip(keys, pool.map(lambda key: self.lower(key).compile(), keys)):
+            options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform)
+            for key, program in zip(keys, pool.map(lambda key: self.lower(key).compile(options), keys)):
                 self._programs[key] = program
                 bar.update()
 
@@ -116,9 +124,9 @@ class Steps:
         self.state, tokens = self._programs[packed.key](self.weights, self.state, *inputs)
         return tokens
 
-    def load(self) -> jax.Array:
-        """`ModelState.load` after the steps that were dispatched, as an array of its own: later steps leave it alone."""
-        return self._copy(self.state.load)
+    def load(self) -> jax.Array | None:
+        """`ModelState.load` after the steps that were dispatched, as an array of its own that later steps leave alone."""
+        return None if self._copy is None else self._copy(self.state.load)
 
     def _put(self, x: Any, spec: P) -> jax.Array:
         """A host array that every process has, on the mesh."""
@@ -222,7 +230,8 @@ def _sequence(
     def zeros(s: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
         """This device's part of a state array, typed as different on each."""
         axes = [axis for dim in spec if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)]
-        return jax.lax.pcast(jnp.zeros(NamedSharding(mesh, spec).shard_shape(s.shape), s.dtype), tuple(axes), to="varying")
+        local = NamedSharding(mesh, spec).shard_shape(s.shape)
+        return jax.lax.pcast(jnp.zeros(local, s.dtype), tuple(axes), to="varying")
 
     def body(weights: Params, tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Trace]:
         first = jax.lax.axis_index(RANKS) == 0
@@ -244,7 +253,7 @@ def _sequence(
             fresh_B=one > 0,
             one_token=False,
         )
-        st = jax.tree.map(zeros, declared, state.specs(layout))
+        st = jax.tree.map(zeros, declared, state.specs(cfg, layout))
         impl = impl_for(mesh.devices.flat[0])
         x, _, trace = model.forward(weights, st, vary_like(tokens_T, n), rows, cfg=cfg, impl=impl, trace=True)
         of_first = lambda x: jax.lax.psum(jnp.where(first, x, 0), RANKS)  # noqa: E731

@@ -76,6 +76,8 @@ def poison(engine):
     state = engine._steps.state
     for name in ("kv", "conv", "rec"):
         x = getattr(state, name)
+        if x is None:
+            continue
         nan = jax.jit(lambda x=x: jnp.full_like(x, jnp.nan), out_shardings=x.sharding)()
         state = dataclasses.replace(state, **{name: nan})
     engine._steps.state = state

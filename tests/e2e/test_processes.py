@@ -149,7 +149,7 @@ def test_two_processes_answer_as_one(launch):
 
 def test_what_runs_ends_before_both_do(launch):
     two = launch(ORACLE, *SIZES)
-    stream = Stream(url(two), max_tokens=400)
+    stream = Stream(url(two), max_tokens=150)
     two[0].popen.terminate()
     events = stream.events()
     assert events[-1]["choices"][0]["finish_reason"] == "length", events[-1]
@@ -161,9 +161,14 @@ def test_what_runs_ends_before_both_do(launch):
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP], ids=lambda kill: kill.name)
 def test_a_lost_process_ends_the_other_and_the_clients_are_told(launch, kill):
     two = launch(ORACLE, *SIZES)
-    stream = Stream(url(two), max_tokens=4000)
-    start = time.monotonic()
-    two[1].popen.send_signal(kill)
+    server = url(two)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [9, 8], "ignore_eos": True, "max_tokens": 4000}
+        whole = pool.submit(httpx.post, server + "/completions", json=body, timeout=60)
+        stream = Stream(server, max_tokens=4000)
+        assert not whole.done()
+        start = time.monotonic()
+        two[1].popen.send_signal(kill)
     events = stream.events()
     code, text = two[0].ends()
     assert time.monotonic() - start < LOST_S
@@ -171,7 +176,9 @@ def test_a_lost_process_ends_the_other_and_the_clients_are_told(launch, kill):
     why = {signal.SIGKILL: "it closed the connection", signal.SIGSTOP: "no sign of it for 5 s"}[kill]
     message = rf"node 1 \(127.0.0.1:\d+\) was lost: {why}"
     assert re.search(f"^error: {message}$", text, re.M), text
-    assert re.fullmatch(f"the engine failed: {message}", events[-1]["error"]["message"]), events[-1]
+    for error in (events[-1]["error"], whole.result().json()["error"]):
+        assert re.fullmatch(f"the engine failed: {message}", error["message"]), error
+    assert whole.result().status_code == 500
     if kill is signal.SIGSTOP:  # it was given up meanwhile
         two[1].popen.send_signal(signal.SIGCONT)
         code, text = two[1].ends(10)
@@ -187,6 +194,16 @@ def test_a_lost_leader_ends_the_other(launch):
     assert time.monotonic() - start < LOST_S
     assert code != 0
     assert re.search("node 0 .* was lost: it closed the connection|JAX distributed service detected", text), text
+
+
+def test_a_signal_while_loading_ends_both(launch):
+    two = launch(ORACLE, *SIZES)
+    two[0].wait_for("node 1 came")
+    two[1].popen.terminate()
+    code, text = two[1].ends()
+    assert (code, "stopped while loading" in text) == (128 + signal.SIGTERM, True), text
+    code, text = two[0].ends()
+    assert (code, "error: node 1 failed: it was stopped while loading" in text) == (1, True), text
 
 
 def test_arguments_must_be_the_same(launch):

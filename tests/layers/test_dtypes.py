@@ -109,7 +109,7 @@ def step(weights, state, batch, cfg):
         x, state, trace = model.forward(weights, state, batch.tokens_T, rows, cfg=cfg, impl="reference", trace=True)
         return x, state, trace, unembed_shared(weights, x)
 
-    specs, rows = (params.specs(cfg, SINGLE), state_lib.specs(SINGLE)), P(RANKS)
+    specs, rows = (params.specs(cfg, SINGLE), state_lib.specs(cfg, SINGLE)), P(RANKS)
     outs = (rows, specs[1], P(None, RANKS), rows)
     return jax.shard_map(body, mesh=MESH, in_specs=(*specs, rows), out_specs=outs)(weights, state, batch)
 
@@ -134,7 +134,7 @@ def test_whole_model_and_bfloat16_state(tiny):
     for rec_dtype in ("float32", "bfloat16"):
         declared = Shapes(16, 4, 2, 3, 1, (), ()).state(cfg, BF16, rec_dtype)
         state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), declared)
-        state = on_mesh(state, state_lib.specs(SINGLE))
+        state = on_mesh(state, state_lib.specs(cfg, SINGLE))
         for start, stop in ((0, 18), (18, 19), (19, 20)):
             batch = one_sequence(tokens, start, stop)
             batch = on_mesh(batch, jax.tree.map(lambda _: P(RANKS), batch))

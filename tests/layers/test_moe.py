@@ -333,13 +333,15 @@ def test_rearranged_experts(sizes):
 
 
 @pytest.mark.parametrize("n", [FEW_ROWS, 24])
-def test_weights_in_fewer_bits(n):
-    """float8 weights are those values, cast where they are used."""
-    p = weights(VARIANTS["Qwen3"])
-    float8 = p.replace(**{name: getattr(p, name).astype(jnp.float8_e4m3fn) for name in WEIGHTS})
-    want = float8.replace(**{name: getattr(float8, name).astype(jnp.float32) for name in WEIGHTS})
-    got, _, _ = run(float8, rows(n), np.ones(n, bool), VARIANTS["Qwen3"])
-    np.testing.assert_array_equal(got, run(want, rows(n), np.ones(n, bool), VARIANTS["Qwen3"])[0])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float32])
+def test_weights_of_another_dtype(dtype, n):
+    """They are cast to that of the rows where they are used."""
+    cfg, x = VARIANTS["Qwen3"], rows(n, jnp.bfloat16)
+    p = weights(cfg)
+    stored = p.replace(**{name: getattr(p, name).astype(dtype) for name in WEIGHTS})
+    cast = stored.replace(**{name: getattr(stored, name).astype(jnp.bfloat16) for name in WEIGHTS})
+    got, want = (run(p, x, np.ones(n, bool), cfg)[0] for p in (stored, cast))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
@@ -356,10 +358,11 @@ def test_float8_wire(kind):
     mesh, route = make_mesh(ep=8), Route(kind=kind, wire="float8_e4m3fn")
     cfg = VARIANTS["Qwen3"]
     p, (x, valid) = weights(cfg), data(8, 7)["uneven"]
-    x = x.at[jnp.array([14, 15])].multiply(jnp.array([[1e-3], [10]]))
-    assert np.all(valid[[14, 15]])
+    x = x.at[jnp.array([7, 14, 15])].multiply(jnp.array([[0], [1e-3], [10]]))
+    assert np.all(valid[[7, 14, 15]])
     got, _, _ = run(p, x, valid, cfg, mesh, route)
     want = expected(p, jnp.where(valid[:, None], x, 0), cfg)
+    valid[7] = False  # a row of zeros, which gives zeros
     np.testing.assert_array_equal(got[~valid], 0)
     off = np.linalg.norm(got - want, axis=1)[valid] / np.linalg.norm(want, axis=1)[valid]
     assert off.max() < 1 / 8 and 0.005 < off.mean() < 1 / 16

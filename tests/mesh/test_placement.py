@@ -86,6 +86,8 @@ def test_copies_are_on_different_ranks():
     p = balance(np.array([[100, 1, 1, 1, 1, 1]]), 4, 8, 3)
     assert p.copies_LE()[0, 0] == 3
     assert len(set(np.flatnonzero(p.experts_LQ[0] == 0) // 2)) == 3
+    p = balance(np.array([[19, 20, 1]]), 2, 4, 2)  # the second half of 20 would fit better beside the first
+    assert set(np.flatnonzero(p.experts_LQ[0] == 1) // 2) == {0, 1}
 
 
 @pytest.mark.parametrize("places", [4, 10])

@@ -53,7 +53,7 @@ def _step(weights, state, batch, cfg, page_size, one_token):
         x, state, trace = model.forward(weights, state, batch.tokens_T, rows, cfg=cfg, impl="reference", trace=True)
         return x, model.unembed_shared(weights, x), state, trace
 
-    specs, rows = (params.specs(cfg, SINGLE), state_lib.specs(SINGLE)), P(RANKS)
+    specs, rows = (params.specs(cfg, SINGLE), state_lib.specs(cfg, SINGLE)), P(RANKS)
     outs = (rows, rows, specs[1], P(None, RANKS))
     return jax.shard_map(body, mesh=MESH, in_specs=(*specs, rows), out_specs=outs)(weights, state, batch)
 
@@ -69,7 +69,7 @@ class Runner:
         self.params, self.cfg, self.page_size, self.width = params.place(weights, cfg, MESH, SINGLE), cfg, page_size, width
         shapes = state_lib.declare(cfg, dtype, pages=pages, page_size=page_size, slots=slots)
         nan = lambda s: jnp.full(s.shape, jnp.nan if jnp.issubdtype(s.dtype, jnp.floating) else 0, s.dtype)  # noqa: E731
-        self.state = on_mesh(jax.tree.map(nan, shapes), state_lib.specs(SINGLE))
+        self.state = on_mesh(jax.tree.map(nan, shapes), state_lib.specs(cfg, SINGLE))
         self._free = list(np.random.default_rng(0).permutation(np.arange(1, pages)))
         self._slots = list(np.random.default_rng(1).permutation(np.arange(1, slots)))
 
