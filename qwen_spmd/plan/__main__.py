@@ -112,7 +112,6 @@ def plan(args: argparse.Namespace) -> int:
     refused = None
     need = memory(case, temporaries=0)
     if args.compile and need.free >= 0:
-        print(f"compiling two programs for {topo.name}: minutes for a large model", file=sys.stderr)
         try:
             programs = compile_steps(_target(args, case, need.pages, need.slots))
         except Refused as error:

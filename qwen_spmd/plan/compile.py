@@ -107,11 +107,12 @@ def compile_steps(target: Target) -> list[Program]:
     """The Programs of a Target. ValueError if it is no TPU or libtpu is not there, Refused by the compiler."""
     if topology(target.topology).chip.platform != "tpu":
         raise ValueError(
-            f"topology is {target.topology!r}: only TPU programs can be compiled without the device, a GPU's compiler "
-            "tunes its kernels on it; use --no-compile"
+            f"topology is {target.topology!r}: only TPU programs are compiled without the device; a GPU's need the "
+            "CUDA plugin and a description of the GPU, which is not there yet; use --no-compile"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("compiling for a TPU needs its compiler, which is not installed: pip install libtpu")
+    print(f"compiling {len(target.keys)} programs for {target.topology}: minutes for a large model", file=sys.stderr)
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     env.pop("XLA_FLAGS", None)  # the CPU's: emulated devices, or none of its optimisations
     command = [sys.executable, "-m", "qwen_spmd.plan.compile"]

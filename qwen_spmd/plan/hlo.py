@@ -148,7 +148,6 @@ class Module:
         for name, shape in arrays.items():
             for axes in {tuple(shape), _axes(shape)}:
                 whole.setdefault(axes, []).append(name)
-        layers = {_axes(shape[1:]): (name, _axes(shape)) for name, shape in arrays.items()}
         types = {op.name: op.type for ops in self.computations.values() for op in ops}
         fused = self._fused()
 
@@ -156,10 +155,12 @@ class Module:
             shape = _shape(op.type)
             if names := whole.get(shape) or whole.get(_axes(shape)):
                 return " or ".join(names)
-            name, stack = layers.get(_axes(shape), ("", ()))
-            # Activations may have a layer's shape; what is cut out of the stack reads the stack.
-            reads = [_axes(_shape(types[o])) for o in _NAME.findall(op.args.split("), ")[0]) if o in types]
-            return f"a layer of {name}" if name and stack in reads else None
+            # Activations may have a layer's shape; what is cut out of a stack reads the stack.
+            for operand in _NAME.findall(op.args.split("), ")[0]):
+                stack = _shape(types.get(operand, ""))
+                if (names := whole.get(stack)) and _axes(stack[1:]) == _axes(shape):
+                    return f"a layer of {' or '.join(names)}"
+            return None
 
         found: dict[tuple[str, str, int], int] = {}
         for name, ops in self.computations.items():

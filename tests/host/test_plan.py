@@ -363,6 +363,7 @@ ENTRY %main (w: f32[8,64,128,256], n: (s32[], s32[])) -> f32[8,64,128,256] {
   %loop.1 = (s32[], f32[8,64,128,256]{3,2,1,0}) while(%moved), condition=%five, body=%outer_body
   %loop.2 = (s32[], s32[]) while(%n), condition=%unknown, body=%counting
   %alike = f32[64,128,256]{2,1,0} copy(%n)
+  %part = f32[1,32,128,256]{3,2,1,0} slice(%w), slice={[0:1], [0:32], [0:128], [0:256]}
   ROOT %out = f32[8,64,128,256]{3,2,1,0} copy(%moved)
 }
 """
@@ -379,7 +380,7 @@ def test_collectives_count_the_loops_they_are_in():
 
 
 def test_copies_are_those_in_memory():
-    """Not: within a fusion, into a core's own memory, of an array that only has the shape of a layer."""
+    """Not: within a fusion, into a core's own memory, of less than a layer or what only has a layer's shape."""
     whole = 8 * 64 * 128 * 256 * 4
     assert Module(HLO).copies({"w": (8, 64, 128, 256), "small": (8, 128)}) == [
         Copy("layer", "a layer of w", whole // 8, 15),
@@ -398,7 +399,7 @@ def test_what_a_wrong_flag_says(capsys, monkeypatch):
     argv = ["--model", "qwen3-8b", "--topology"]
     for wrong, why in (
         (["tpu8:1"], "topology is 'tpu8:1', it must be one of"),
-        (["h200:1", "--layout", "single", "--compile"], "topology is 'h200:1': only TPU programs can be compiled"),
+        (["h200:1", "--layout", "single", "--compile"], "topology is 'h200:1': only TPU programs are compiled"),
         (["h200:1", "--layout", "single", "--isl", "0"], "isl is 0, it must be at least 1"),
         (["h200:1", "--layout", "single", "--hbm-efficiency", "2"], "hbm is 2.0, a share"),
         (["h200:8", "--tp", "3"], "tp is 3, it must divide the 8 devices"),

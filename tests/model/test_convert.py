@@ -257,6 +257,7 @@ def test_reads_its_own_shards_only(converted, monkeypatch):
         return lambda path, window: read.append((path, window)) or window_of(path, window)
 
     monkeypatch.setattr(orbax, "_reader", reader)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 20_000)
     cfg = load_config(folder)
     params = load(folder, mesh=make_mesh(dp=2, ep=2, tp=2), layout=layout(cfg.dims(), dp=2, ep=2, tp=2))
     seen = {path: np.zeros(x.shape, np.int8) for path, x in leaves_with_path(params)}
@@ -264,9 +265,9 @@ def test_reads_its_own_shards_only(converted, monkeypatch):
         seen[path][window] += 1
     # Whole leaves, those of few KV heads too, are the same shard on several devices.
     assert all((x == 1).all() for path, x in seen.items() if not path.endswith("places"))
-    assert max(x.size // 4 for p, x in seen.items() if "w_gate" in p) >= max(
-        np.prod([w.stop - w.start for w in window]) for path, window in read if "ffn.w_gate" in path
-    )
+    # Nor is more than a piece of it on the host at once.
+    assert len(read) > 2 * len(seen)
+    assert max(np.prod([w.stop - w.start for w in window]) for _, window in read) * 2 <= 20_000
 
 
 PROCESS = """

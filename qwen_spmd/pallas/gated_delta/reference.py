@@ -66,7 +66,9 @@ def _causal_conv(
 ) -> tuple[jax.Array, jax.Array]:
     """silu of the depthwise convolution, and the states with the last W-1 inputs of each sequence."""
     T, W = x_TC.shape[0], w_WC.shape[0]
-    tail_BWC = jnp.where(rows.fresh_B[:, None, None], 0, conv[layer, rows.read_slot_B])
+    # Taps are indices, too: as a slice after indices they make XLA's TPU compiler lay out the pool anew, a copy.
+    taps = jnp.arange(W - 1)
+    tail_BWC = jnp.where(rows.fresh_B[:, None, None], 0, conv[layer, rows.read_slot_B[:, None], taps])
     if rows.one_token:
         u_TC = _convolve(jnp.concatenate([tail_BWC, x_TC[:, None]], 1), w_WC)[:, 0]
     else:
@@ -84,7 +86,7 @@ def _causal_conv(
     tail_BWC = jnp.where((i_BW >= 0)[..., None], new, old).astype(conv.dtype)
     slot_B = jnp.where(rows.q_len_B > 0, rows.write_slot_B, 0)
     # The barrier keeps XLA's CPU compiler from computing the sum again for each of the uses that silu makes of it.
-    return jax.nn.silu(jax.lax.optimization_barrier(u_TC)), conv.at[layer, slot_B].set(tail_BWC)
+    return jax.nn.silu(jax.lax.optimization_barrier(u_TC)), conv.at[layer, slot_B[:, None], taps].set(tail_BWC)
 
 
 def _recurrent(

@@ -70,6 +70,7 @@ def _prefill(q_TNH: jax.Array, o_TNH: jax.Array, kv: jax.Array, layer: jax.Array
     T, N, H = q_TNH.shape
     K, S = kv.shape[2], kv.shape[4]
     tiles = cut(rows.q_start_B[:-1], jnp.where(rows.q_len_B > 1, rows.q_len_B, 0), TILE)
+    heads = jnp.arange(K)  # indices, as where pages are written
     pad = ((0, TILE), (0, 0), (0, 0))  # a tile at the end may reach past T
     q_TNH = jnp.pad(q_TNH, pad)
 
@@ -81,15 +82,15 @@ def _prefill(q_TNH: jax.Array, o_TNH: jax.Array, kv: jax.Array, layer: jax.Array
         pos = first + jnp.arange(TILE)
         live = jnp.arange(TILE) < length
 
-        def page(p: jax.Array, carry: tuple) -> tuple:
-            kv_K2SH = kv[layer, rows.pages_BP[seq, p]]
+        def one_page(p: jax.Array, carry: tuple) -> tuple:
+            page = rows.pages_BP[seq, p]
             mask = (p * S + jnp.arange(S) <= pos[:, None]) & live[:, None]
             mask = jnp.broadcast_to(mask, (K, N // K, TILE, S)).reshape(K, -1, S)
-            return _accumulate(carry, q, kv_K2SH[:, 0], kv_K2SH[:, 1], mask)
+            return _accumulate(carry, q, kv[layer, page, heads, 0], kv[layer, page, heads, 1], mask)
 
         M = N // K * TILE
         zero = vary_like((jnp.full((K, M), MASKED), jnp.zeros((K, M)), jnp.zeros((K, M, H))), q, kv)
-        _, s, o = jax.lax.fori_loop(0, (first + length + S - 1) // S, page, zero)
+        _, s, o = jax.lax.fori_loop(0, (first + length + S - 1) // S, one_page, zero)
         o = (o / jnp.where(s == 0, 1, s)[..., None]).reshape(K, N // K, TILE, H)
         o = o.transpose(2, 0, 1, 3).reshape(TILE, N, H)
         old = jax.lax.dynamic_slice_in_dim(o_TNH, start, TILE)
