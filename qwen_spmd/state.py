@@ -36,8 +36,8 @@ class ModelState:
     load     [I, L, Q]          int32, wraps; rows that each place for experts has computed since the start, by the
                                 independent groups of `dp`
 
-    None: the model has no layer of that kind. P and R count the pages and slots of all ranks, each of which numbers its own from 0 and has a null one. K is at
-    least one for each rank of `tp`.
+    None: the model has no layer of that kind. P and R count the pages and slots of all ranks, each of which numbers its
+    own from 0 and has a null one. K is at least one for each rank of `tp`.
     """
 
     kv: jax.Array = dims("LPK2SH")

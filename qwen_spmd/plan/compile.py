@@ -32,14 +32,6 @@ ENVIRONMENT = {
 """What libtpu needs to compile on a machine that is no TPU host, beside others that do so."""
 
 
-OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
-"""Options of the TPU's compiler.
-
-It would have 16-bit weights in tiles of 16 rows, and as arguments come in tiles of 8 it would copy all of them in each
-step: Qwen3-235B-A22B needs 141 GB of temporaries with that.
-"""
-
-
 class Refused(ValueError):
     """The compiler does not take a program, such as one that does not fit."""
 
@@ -161,12 +153,12 @@ def build(target: Target, devices: Any) -> Any:
     return Steps(cfg, abstract, mesh, lay, shapes, target.dtype, target.state_dtype)
 
 
-def compile_key(steps: Any, key: tuple[int, int] | int, options: dict[str, str] | None = None) -> Program:
+def compile_key(steps: Any, key: tuple[int, int] | int) -> Program:
     """Lower, compile and read one of `steps`' programs."""
     start = time.perf_counter()
     lowered = steps.lower(key)
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
+    compiled = steps.build(lowered)
     compiled_at = time.perf_counter()
     text, memory, cost = compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis() or {}
     module = Module(text)
@@ -207,7 +199,7 @@ def main() -> int:
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
     steps = build(target, devices)
-    print(json.dumps([dataclasses.asdict(compile_key(steps, key, OPTIONS)) for key in target.keys]))
+    print(json.dumps([dataclasses.asdict(compile_key(steps, key)) for key in target.keys]))
     return 0
 
 

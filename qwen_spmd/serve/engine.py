@@ -138,7 +138,7 @@ class Engine:
         for (path, old), (_, new) in zip(*map(params.leaves_with_path, (self._steps.weights, weights)), strict=True):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(f"{path} is {new.dtype}{list(new.shape)}, it must be {old.dtype}{list(old.shape)}")
-        self._steps.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.sharding), self.weights, weights)
+        self._steps.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.format), self.weights, weights)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it can never run, QueueFull, EngineStopped. From any thread."""
@@ -275,7 +275,7 @@ class Engine:
 
 def load(folder: Path, config: EngineConfig) -> tuple[ModelConfig, Params]:
     """A checkpoint folder: its config, and its parameters on this process's part of the mesh."""
-    cfg = load_config(folder, config.hf_overrides)
+    cfg = dataclasses.replace(load_config(folder, config.hf_overrides), mtp=False)  # no step reads it
     dtype = jnp.dtype(cfg.dtype if config.dtype == "auto" else config.dtype)
     mesh, layout = make_mesh(config.dp, config.ep, config.tp), make_layout(cfg, config)
     return cfg, checkpoint.load(folder, cfg, dtype=dtype, mesh=mesh, layout=layout, progress=config.progress)

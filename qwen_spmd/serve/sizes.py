@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from qwen_spmd import params, state
 from qwen_spmd.config import ModelConfig

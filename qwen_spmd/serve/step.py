@@ -14,12 +14,15 @@ import functools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -56,7 +59,10 @@ COMPILER_OPTIONS = {
 class Steps:
     """Compiled step programs of one model on one mesh. `run` is asynchronous; it consumes and replaces `state`.
 
-    Nothing is allocated before `compile`, so with abstract weights the programs can be lowered for any mesh.
+    Nothing is allocated before `compile`, so with abstract weights the programs can be built for any mesh.
+
+    The first program that is built chooses how the weights lie in memory, since a matrix that lies otherwise than the
+    matrix unit wants it is copied in every step; `compile` begins with a decode window, and moves the weights.
     """
 
     state: ModelState
@@ -76,6 +82,10 @@ class Steps:
         self.weights = weights
         self._specs = (params.specs(cfg, layout), state.specs(cfg, layout))
         self.abstract_state = self._on_mesh(shapes.state(cfg, dtype, rec_dtype, layout), self._specs[1])
+        self._platform = mesh.devices.flat[0].platform
+        # CPUs multiply out of any layout.
+        auto = lambda x: x.sharding if self._platform == "cpu" else Format(MemoryLayout.AUTO, x.sharding)  # noqa: E731
+        self._formats, self._formats_chosen = jax.tree.map(auto, weights), self._platform == "cpu"
         self._programs: dict[Key, Any] = {}
         self._iterations: list[jax.Array] = []
         self._copy: Any = None
@@ -87,15 +97,27 @@ class Steps:
         self.state = jax.jit(zeros, out_shardings=jax.tree.map(lambda s: s.sharding, declared))()
         self._iterations = [self._put(np.int32(n), P()) for n in range(self.shapes.window + 1)]
         self._copy = None if declared.load is None else jax.jit(jnp.copy).lower(declared.load).compile()
-        keys: list[Key] = [*self.shapes.ragged, *self.shapes.windows]
+        first, *keys = [*reversed(self.shapes.windows), *self.shapes.ragged]
         with (
-            tqdm(total=len(keys), desc="compile", unit="program", disable=not progress) as bar,
+            tqdm(total=1 + len(keys), desc="compile", unit="program", disable=not progress) as bar,
             ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
-            options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform)
-            for key, program in zip(keys, pool.map(lambda key: self.lower(key).compile(options), keys)):
+            build = lambda key: self.build(self.lower(key))  # noqa: E731
+            early = [] if self._formats_chosen else [build(first)]
+            for key, program in zip([first, *keys], chain(early, pool.map(build, [first, *keys][len(early) :]))):
                 self._programs[key] = program
                 bar.update()
+        self.weights = jax.tree.map(_lay_out, self.weights, self._formats)
+
+    def build(self, lowered: Any) -> Any:
+        """The compiled program of what `lower` gave. The first one's choice of layouts binds the later ones."""
+        program = lowered.compile(COMPILER_OPTIONS.get(self._platform))
+        if not self._formats_chosen:
+            chosen = program.input_formats[0][0]
+            # What no step reads is no argument of the program.
+            keep = lambda old, new: old.sharding if new.layout is None else new  # noqa: E731
+            self._formats, self._formats_chosen = jax.tree.map(keep, self._formats, chosen), True
+        return program
 
     def lower(self, key: Key) -> Any:
         """The program of this key, traced and lowered."""
@@ -107,7 +129,9 @@ class Steps:
         in_specs = (*self._specs, *(spec for _, spec in inputs))
         program = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=(self._specs[1], P()))
         args = [self._on_mesh(x, spec) for x, spec in inputs]
-        return jax.jit(program, donate_argnums=1).lower(params.abstract_like(self.weights), self.abstract_state, *args)
+        args = [params.abstract_like(self.weights), self.abstract_state, *args]
+        places = [self._formats, *(jax.tree.map(lambda x: x.sharding, x) for x in args[1:])]
+        return jax.jit(program, donate_argnums=1, in_shardings=tuple(places)).lower(*args)
 
     def pack(self, plan: StepPlan) -> Packed:
         """What `run` takes, of a plan; the same on every process."""
@@ -125,7 +149,7 @@ class Steps:
         return tokens
 
     def load(self) -> jax.Array | None:
-        """`ModelState.load` after the steps that were dispatched, as an array of its own that later steps leave alone."""
+        """`ModelState.load` after the steps that were dispatched, as an array of its own: no later step touches it."""
         return None if self._copy is None else self._copy(self.state.load)
 
     def _put(self, x: Any, spec: P) -> jax.Array:
@@ -198,6 +222,13 @@ class Steps:
         slot_B = jnp.where(live_B, batch.write_slot_B, 0)
         st = dataclasses.replace(st, token=st.token.at[slot_B].set(token_B), stopped=st.stopped.at[slot_B].set(stop_B))
         return st, jnp.where(live_B, token_B, NO_TOKEN), stop_B
+
+
+def _lay_out(x: jax.Array, place: Any) -> jax.Array:
+    """The array in this layout; it is given up if it lies otherwise."""
+    if not isinstance(place, Format) or x.format == place:  # type: ignore[attr-defined]
+        return x
+    return jax.device_put(x, place, donate=True)
 
 
 def _from_all_ranks(x: jax.Array) -> jax.Array:
