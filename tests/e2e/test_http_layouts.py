@@ -14,9 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qwen_spmd import LLM, SamplingParams
 
-PROMPTS = [
-    f"{word} {i}" for i, word in enumerate(["Once upon a time", "12 + 30 =", "A", "The day after", "Sort: 3 1 2"])
-]
+PROMPTS = ["Once upon a time 0", "12 + 30 = 1", "A 2", "The day after 3", "Sort: 3 1 2 4"]
 TOKENS = 12
 LAYOUT = "--data-parallel-size 8 --enable-expert-parallel --moe-route gather_scatter"
 LIMITS = "--max-num-seqs 64 --max-num-batched-tokens 256 --max-model-len 128 --block-size 16 --max-num-queued-reqs 256"

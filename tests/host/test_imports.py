@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["request", "blocks", "scheduler"])
+@pytest.mark.parametrize("module", ["request", "blocks", "scheduler", "channel", "replica"])
 def test_loads_no_jax(module):
     code = f"import sys, qwen_spmd.serve.{module}; print(*sorted({{'jax', 'jaxlib', 'flax'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

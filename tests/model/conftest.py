@@ -65,12 +65,8 @@ class Runner:
     """forward() under jit; its state starts full of NaN, so nothing may be read before it is written."""
 
     def __init__(self, weights, cfg, *, dtype=jnp.float32, page_size=16, pages=64, slots=12, width=32):
-        self.params, self.cfg, self.page_size, self.width = (
-            params.place(weights, cfg, MESH, SINGLE),
-            cfg,
-            page_size,
-            width,
-        )
+        self.params = params.place(weights, cfg, MESH, SINGLE)
+        self.cfg, self.page_size, self.width = cfg, page_size, width
         shapes = state_lib.declare(cfg, dtype, pages=pages, page_size=page_size, slots=slots)
         nan = lambda s: jnp.full(s.shape, jnp.nan if jnp.issubdtype(s.dtype, jnp.floating) else 0, s.dtype)  # noqa: E731
         self.state = on_mesh(jax.tree.map(nan, shapes), state_lib.specs(cfg, SINGLE))
