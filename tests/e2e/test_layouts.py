@@ -38,6 +38,21 @@ ROUTES = {
 }
 CASES = [(model, name, sizes) for model in ("qwen3", "qwen3_5") for name, sizes in DENSE.items()]
 CASES += [(model, name, sizes) for model in ("qwen3_moe", "qwen3_5_moe") for name, sizes in MOE.items()]
+BY_DEFAULT = {
+    "qwen3 tp=4",
+    "qwen3_5 dp=2 tp=4",
+    "qwen3_moe ep=8",
+    "qwen3_moe ep=8, all_to_all",
+    "qwen3_5_moe ep=3, null experts",
+    "qwen3_5_moe ep=4 tp=2",
+    "qwen3_5_moe dp=2 ep=2 tp=2",
+}
+"""The others only with `-m slow`: each takes several compilations."""
+
+
+def case(model, name, sizes):
+    id = f"{model} {name}"
+    return pytest.param(model, sizes, id=id, marks=[] if id in BY_DEFAULT else [pytest.mark.slow])
 
 
 class Served:
@@ -122,7 +137,7 @@ def single(oracle):
     return get
 
 
-@pytest.mark.parametrize(("model", "sizes"), [pytest.param(m, s, id=f"{m} {n}") for m, n, s in CASES])
+@pytest.mark.parametrize(("model", "sizes"), [case(*c) for c in CASES])
 def test_every_layout_gives_the_tokens_of_one_device(oracle, single, model, sizes):
     o = oracle(model)
     assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, **sizes) == single(model)
@@ -130,17 +145,18 @@ def test_every_layout_gives_the_tokens_of_one_device(oracle, single, model, size
 
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
 def test_every_route_gives_the_tokens_of_one_device(oracle, single, route):
-    o = oracle("qwen3_5_moe")
-    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, ep=8, route=route) == single("qwen3_5_moe")
+    o = oracle("qwen3_moe")
+    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, ep=8, route=route) == single("qwen3_moe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [("qwen3", {"tp": 2}), ("qwen3_5", {"tp": 2}), ("qwen3_moe", {"ep": 2}), ("qwen3_5_moe", {"ep": 2})],
     ids=["qwen3 tp=2", "qwen3_5 tp=2", "qwen3_moe ep=2", "qwen3_5_moe ep=2"],
 )
 def test_two_devices_give_the_tokens_of_transformers(oracle, model, sizes):
-    """On whatever platform there is: `JAX_PLATFORMS=cuda pytest -k two_devices` goes through NCCL."""
+    """On whatever platform there is: on GPUs `pytest -m slow -k two_devices` goes through NCCL."""
     o = oracle(model)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 320, "block_size": 64}
     served = Served(o.folder, **(limits | sizes))
