@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.mesh.axes import automatic
 from qwen_spmd.model import Trace
 from qwen_spmd.params import Params
 from qwen_spmd.serve.engine import Engine
@@ -75,8 +76,8 @@ class LLM:
 
     @property
     def params(self) -> Params:
-        """The parameters on the device. Assign to try changed ones: the next step uses them."""
-        return self.engine.weights
+        """The parameters where they are. Any jnp function takes them. Assign changed ones: the next step uses them."""
+        return automatic(self.engine.weights)
 
     @params.setter
     def params(self, params: Params) -> None:
@@ -138,7 +139,7 @@ class LLM:
         ids = self.tokenizer.encode(tokens) if isinstance(tokens, str) else list(tokens)
         if not ids or not 0 <= min(ids) <= max(ids) < self.cfg.vocab_size:
             raise ValueError(f"tokens must be at least one id, each from 0 to {self.cfg.vocab_size - 1}")
-        return run_sequence(self.params, ids, self.cfg, self.engine.layout)
+        return run_sequence(self.engine.weights, ids, self.cfg, self.engine.layout)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams], progress: bool) -> list[Completion]:
         requests = [self._request(ids, p) for ids, p in zip(prompts, params, strict=True)]

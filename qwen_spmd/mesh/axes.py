@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 AXES = ("dp", "ep", "tp")
 
@@ -31,3 +31,17 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[Any] | No
         raise ValueError(f"mesh: dp={dp} ep={ep} tp={tp} needs {dp * ep * tp} devices, there are {len(devices)}")
     grid = np.asarray(devices[: dp * ep * tp]).reshape(dp, ep, tp)
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * 3)
+
+
+def automatic[Tree](tree: Tree) -> Tree:
+    """The same arrays in the same memory, typed so that any jnp function takes them: JAX chooses how results are sharded.
+
+    On the mesh of `make_mesh` it would ask for a sharding wherever several are possible.
+    """
+
+    def view(x: jax.Array) -> jax.Array:
+        assert isinstance(x.sharding, NamedSharding)
+        sharding = NamedSharding(Mesh(x.sharding.mesh.devices, AXES), x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
+
+    return jax.tree.map(view, tree)

@@ -186,11 +186,14 @@ async def follow(args: ServeArgs) -> int:
     """The same for another node than the first, which has no clients."""
     signals = Signals()
 
-    def die(reason: str) -> NoReturn:  # in a thread of its own: the others may wait for devices that never answer
-        fail(reason)
-        leave(1)
+    ready = threading.Event()
 
-    node, ready = Node(args, on_lost=die, on_leave=lambda: None), threading.Event()
+    def die(reason: str) -> None:  # in a thread of its own: the others may wait for devices that never answer
+        if signals.last is None or ready.is_set():  # else this node itself said so, and is on its way out
+            fail(reason)
+            leave(1)
+
+    node = Node(args, on_lost=die, on_leave=lambda: None)
 
     def is_ready() -> None:
         ready.set()
@@ -221,7 +224,8 @@ async def follow(args: ServeArgs) -> int:
         if not isinstance(error, (ValueError, OSError)):
             log.exception("this node failed")
         node.fail(str(error), wait_s=2)
-        die(str(error))
+        fail(str(error))
+        leave(1)
     return 0
 
 
