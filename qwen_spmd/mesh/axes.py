@@ -34,14 +34,14 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: Sequence[Any] | No
 
 
 def automatic[Tree](tree: Tree) -> Tree:
-    """The same arrays in the same memory, typed so that any jnp function takes them: JAX chooses how results are sharded.
+    """The same arrays in the same memory, typed so that any jnp function takes them and JAX shards its results.
 
     On the mesh of `make_mesh` it would ask for a sharding wherever several are possible.
     """
 
     def view(x: jax.Array) -> jax.Array:
-        assert isinstance(x.sharding, NamedSharding)
-        sharding = NamedSharding(Mesh(x.sharding.mesh.devices, AXES), x.sharding.spec)
+        assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)
+        sharding = NamedSharding(Mesh(x.sharding.mesh.devices, AXES), x.sharding.spec)  # type: ignore[arg-type]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, [s.data for s in x.addressable_shards])
 
     return jax.tree.map(view, tree)

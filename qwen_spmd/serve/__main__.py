@@ -203,10 +203,10 @@ async def follow(args: ServeArgs) -> int:
         node.join()
         folder = model_folder(args.model, revision=args.revision, download_dir=args.download_dir)
         node.agree(folder)
-        from qwen_spmd.serve import engine
+        from qwen_spmd.serve import start
 
         assert isinstance(node.channel, Follower)
-        engine.follow(folder, engine_config(args), node.channel, is_ready)
+        start.follow(folder, engine_config(args), node.channel, is_ready)
         node.end()
 
     working, stop = in_thread(work), asyncio.create_task(signals.first.wait())

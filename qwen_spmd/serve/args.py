@@ -113,6 +113,12 @@ class ServeArgs:
         "auto", "how rows reach their experts", engine="moe_route"
     )
     moe_wire_dtype: Literal["auto", "fp8"] = flag("auto", "of the rows on that way", engine="moe_wire")
+    moe_reduce: Literal["xla", "hierarchical"] = flag(
+        "xla", "how their sums come back: the compiler's way, or one link after the other", engine="moe_reduce"
+    )
+    moe_chunks: int = flag(
+        1, "parts of the sums, each computed while the one before travels", engine="moe_chunks", low=1
+    )
 
     nnodes: int = flag(1, "processes that serve together, each started with the same flags", low=1, high=4096)
     node_rank: int = flag(0, "which of them this is; 0 listens for requests", low=0)

@@ -43,7 +43,8 @@ class EngineConfig:
     dp, ep, tp              sizes of the mesh's axes (`mesh/rules.py`): independent ranks; ranks that share the experts;
                             devices of each rank
     redundant_experts       places for copies of experts, beyond one place each
-    moe_route, moe_wire     how rows reach their experts (`layers/moe.py`), and the dtype they travel in
+    moe_route, moe_wire     how rows reach their experts (`layers/moe_routes.py`), and the dtype they travel in
+    moe_reduce, moe_chunks  how their sums come back, and in how many parts, each summed while the one before travels
     hf_overrides            merged into config.json
     compilation_cache       folder for compiled programs; None: no cache
     progress                progress bars and the plan on stderr
@@ -66,6 +67,8 @@ class EngineConfig:
     redundant_experts: int = 0
     moe_route: Literal["auto", "gather_scatter", "all_to_all"] = "auto"
     moe_wire: Literal["auto", "fp8"] = "auto"
+    moe_reduce: Literal["xla", "hierarchical"] = "xla"
+    moe_chunks: int = 1
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     hf_overrides: dict[str, Any] | None = None
     compilation_cache: Path | None = Path.home() / ".cache" / "qwen_spmd" / "programs"
@@ -83,7 +86,8 @@ class EngineConfig:
         routes = ("auto", "gather_scatter", "all_to_all")
         check("moe_route", self.moe_route in routes, ", ".join(routes))
         check("moe_wire", self.moe_wire in ("auto", "fp8"), "auto or fp8")
-        for name in (*sizes, "decode_window", "max_queue", "dp", "ep", "tp"):
+        check("moe_reduce", self.moe_reduce in ("xla", "hierarchical"), "xla or hierarchical")
+        for name in (*sizes, "decode_window", "max_queue", "dp", "ep", "tp", "moe_chunks"):
             value = getattr(self, name)
             chosen = value is None and name in sizes
             check(name, chosen or (isinstance(value, int) and value >= 1), "an integer of at least 1")

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen_spmd.layers.moe import Route
 from qwen_spmd.serve.engine import Engine
 from qwen_spmd.serve.request import Request, SamplingParams
 from qwen_spmd.serve.sizes import EngineConfig
@@ -32,10 +31,7 @@ MOE = {
     "dp=2 ep=2 tp=2": {"dp": 2, "ep": 2, "tp": 2},
     "ep=8, all_to_all": {"ep": 8, "moe_route": "all_to_all"},
 }
-ROUTES = {
-    "hierarchical": Route(kind="gather_scatter", reduce="hierarchical", micro_batches=2),
-    "chunks": Route(kind="gather_scatter", chunks=3),
-}
+ROUTES = {"hierarchical": {"moe_reduce": "hierarchical"}, "chunks": {"moe_chunks": 3}}
 CASES = [(model, name, sizes) for model in ("qwen3", "qwen3_5") for name, sizes in DENSE.items()]
 CASES += [(model, name, sizes) for model in ("qwen3_moe", "qwen3_5_moe") for name, sizes in MOE.items()]
 BY_DEFAULT = {
@@ -58,12 +54,9 @@ def case(model, name, sizes):
 class Served:
     """An engine over an oracle, its pools full of NaN, and what it answers."""
 
-    def __init__(self, folder, route=None, **options):
+    def __init__(self, folder, **options):
         config = EngineConfig(dtype="float32", compilation_cache=None, progress=False, **(SIZES | options))
-        with pytest.MonkeyPatch.context() as patch:
-            if route is not None:
-                patch.setattr("qwen_spmd.serve.engine.route_on", lambda mesh, **choices: route)
-            self.engine = Engine.load(folder, config)
+        self.engine = Engine.load(folder, config)
         poison(self.engine)
         self.compiles = self.engine.stats().compiles
         self.outputs = queue.SimpleQueue()
@@ -108,9 +101,9 @@ def requests(vocabulary):
     return out
 
 
-def answers(folder, vocabulary, route=None, **options):
-    """Tokens of all requests at once, and of the first alone."""
-    served = Served(folder, route, **options)
+def answers(folder, vocabulary, **options):
+    """Tokens of all requests at once; one of them alone must get the same."""
+    served = Served(folder, **options)
     try:
         together = served.run(requests(vocabulary))
         alone = served.run([dataclasses.replace(requests(vocabulary)[2], id="alone")])
@@ -146,7 +139,7 @@ def test_every_layout_gives_the_tokens_of_one_device(oracle, single, model, size
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
 def test_every_route_gives_the_tokens_of_one_device(oracle, single, route):
     o = oracle("qwen3_moe")
-    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, ep=8, route=route) == single("qwen3_moe")
+    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, ep=8, **route) == single("qwen3_moe")
 
 
 @pytest.mark.slow
