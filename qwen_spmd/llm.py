@@ -28,7 +28,6 @@ from qwen_spmd.serve.model_folder import model_folder
 from qwen_spmd.serve.request import FinishReason, Request, SamplingParams
 from qwen_spmd.serve.scheduler import Output
 from qwen_spmd.serve.sizes import EngineConfig
-from qwen_spmd.serve.step import run_sequence
 from qwen_spmd.serve.tokenizer import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -139,7 +138,7 @@ class LLM:
         ids = self.tokenizer.encode(tokens) if isinstance(tokens, str) else list(tokens)
         if not ids or not 0 <= min(ids) <= max(ids) < self.cfg.vocab_size:
             raise ValueError(f"tokens must be at least one id, each from 0 to {self.cfg.vocab_size - 1}")
-        return run_sequence(self.engine.weights, ids, self.cfg, self.engine.layout)
+        return self.engine.run_sequence(ids)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams], progress: bool) -> list[Completion]:
         requests = [self._request(ids, p) for ids, p in zip(prompts, params, strict=True)]

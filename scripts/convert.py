@@ -38,6 +38,8 @@ def main() -> None:
         report = checkpoint.convert(source, args.dest, to=args.to, dtype=args.dtype)
     except ValueError as error:
         sys.exit(f"convert.py: {error}")
+    except OSError as error:  # it has a name when a file does not open, and none when the disk is full
+        sys.exit(f"convert.py: {error.filename or args.dest or args.source}: {error.strerror or error}")
     kept = f", {report.reused} of them from an earlier run" if report.reused else ""
     print(f"{args.dest}: {report.num_bytes / 1e6:,.0f} MB in {report.pieces} pieces{kept}, written and verified")
     for what in report.left_out:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from qwen_spmd import params as P
 from qwen_spmd.checkpoint import huggingface, manifest, orbax
-from qwen_spmd.checkpoint.manifest import JOURNAL, MANIFEST, Journal, Piece, checksum
+from qwen_spmd.checkpoint.manifest import MANIFEST, MARKS, Journal, Piece, checksum
 from qwen_spmd.checkpoint.pieces import Tensor, bar, some
 from qwen_spmd.checkpoint.source import open_source
 from qwen_spmd.checkpoint.table import form, parts
@@ -56,7 +56,7 @@ def convert(
     Tensors keep their names, shapes, dtypes and bytes on the way to Orbax and back, but for those of a dtype that the
     model's leaves do not hold: they are `rounded`. "auto" is the dtype that config.json names. Beside the
     interpreter the host holds one tensor or piece (PIECE_BYTES) and its windows. ValueError as `load` has them, and for
-    a folder that holds anything other than this conversion, unfinished.
+    a folder that holds anything other than this conversion, unfinished, or in which it is running.
     """
     if to not in FORMATS:
         raise ValueError(f"to is {to!r}, it must be one of {', '.join(FORMATS)}")
@@ -69,41 +69,41 @@ def convert(
     tensors, rounded = _published(cfg, tree, opened.tensors, asked)
     target = orbax.Arrays(folder, tree) if to == "orbax" else huggingface.Files(folder, cfg, tensors)
     head = {"source": str(source), "identity": opened.identity(), "to": to, "dtype": tree.embed.dtype.name}
-    journal = Journal(folder, head)
-    _copy_beside(source, folder, tree.embed.dtype.name if asked else None)
+    with Journal(folder, head) as journal:
+        _copy_beside(source, folder, tree.embed.dtype.name if asked else None)
 
-    sizes = [math.prod(piece.shape) * target.dtypes[piece.name].itemsize for piece in target.pieces]
-    reused = len(journal.done)
-    with bar(f"convert {folder.name}", sum(sizes), progress) as shown:
-        for piece, size in zip(target.pieces, sizes, strict=True):
-            if piece not in journal.done:
-                content = target.content(opened.read, piece)
-                target.write(piece, content)
-                journal.add(piece, checksum(content))
-            shown.update(size)
-    target.finish()
+        sizes = [math.prod(piece.shape) * target.dtypes[piece.name].itemsize for piece in target.pieces]
+        reused = len(journal.done)
+        with bar(f"convert {folder.name}", sum(sizes), progress) as shown:
+            for piece, size in zip(target.pieces, sizes, strict=True):
+                if piece not in journal.done:
+                    content = target.content(opened.read, piece)
+                    target.write(piece, content)
+                    journal.add(piece, checksum(content))
+                shown.update(size)
+        target.finish()
 
-    made = {
-        "to": to,
-        "dtype": tree.embed.dtype.name,
-        "num_bytes": sum(sizes),
-        "leaves": {
-            path: {"format": "plain", "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
-            for path, leaf in P.leaves_with_path(tree)
-        },
-        "tensors": tensors,
-        "left_out": list(opened.left_out),
-        "pieces": [[*piece, journal.done[piece]] for piece in target.pieces],
-        "files": {str(file.relative_to(folder)): _digest(file) for file in _small_files(folder)},
-    }
-    if wrong := _wrong(folder, made, progress):
-        for piece in wrong:
-            journal.done.pop(piece, None)
-        journal.rewrite()
-        raise ValueError(
-            f"{folder}: {len(wrong)} pieces are not what was written: {_names(wrong)}; run again to redo them"
-        )
-    manifest.write(folder, made)
+        made = {
+            "to": to,
+            "dtype": tree.embed.dtype.name,
+            "num_bytes": sum(sizes),
+            "leaves": {
+                path: {"format": "plain", "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
+                for path, leaf in P.leaves_with_path(tree)
+            },
+            "tensors": tensors,
+            "left_out": list(opened.left_out),
+            "pieces": [[*piece, journal.done[piece]] for piece in target.pieces],
+            "files": {str(file.relative_to(folder)): _digest(file) for file in _small_files(folder)},
+        }
+        if wrong := _wrong(folder, made, progress):
+            for piece in wrong:
+                journal.done.pop(piece, None)
+            journal.rewrite()
+            raise ValueError(
+                f"{folder}: {len(wrong)} pieces are not what was written: {_names(wrong)}; run again to redo them"
+            )
+        manifest.write(folder, made)
     return Report(len(sizes), reused, sum(sizes), list(opened.left_out), rounded)
 
 
@@ -145,7 +145,7 @@ def _copy_beside(source: Path, folder: Path, dtype: str | None) -> None:
     """The small files, and in config.json another dtype if that is given."""
     for pattern in BESIDE:
         for file in source.glob(pattern):
-            if file.is_file() and file.name not in (MANIFEST, JOURNAL, huggingface.INDEX):
+            if file.is_file() and file.name not in (*MARKS, huggingface.INDEX):
                 shutil.copyfile(file, folder / file.name)
     if dtype is not None:
         hf = json.loads((folder / "config.json").read_text())
@@ -159,7 +159,7 @@ def _small_files(folder: Path) -> list[Path]:
     """All files but the weights and the marks of a conversion."""
     arrays = folder / orbax.FOLDER
     files = [*folder.iterdir(), *arrays.glob("_*"), *arrays.glob("*/.zarray")]
-    return sorted(f for f in files if f.is_file() and f.suffix != ".safetensors" and f.name not in (MANIFEST, JOURNAL))
+    return sorted(f for f in files if f.is_file() and f.suffix != ".safetensors" and f.name not in MARKS)
 
 
 def _digest(file: Path) -> str:

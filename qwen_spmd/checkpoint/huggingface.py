@@ -81,7 +81,7 @@ def open_source(folder: Path, cfg: ModelConfig, dtype: Any) -> Source:
     used = {name: stored[0] for name, stored in found.items()}
     tensors = {name: Tensor(s.name, s.dtype, s.shape, s.file.name) for name, s in used.items()}
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    return Source(shapes, read, tensors, left_out, functools.partial(_identity, folder))
+    return Source(shapes, read, tensors, left_out, functools.partial(identity, folder))
 
 
 def headers(folder: Path) -> Iterator[Stored]:
@@ -115,7 +115,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _identity(folder: Path) -> str:
+def identity(folder: Path) -> str:
     """A digest of config.json and of each file's size and both its ends. All of it would take as long as converting."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in _files(folder):
@@ -264,7 +264,14 @@ def num_bytes(tensor: Tensor | Stored) -> int:
 def stored(folder: Path) -> Callable[[Piece], np.ndarray]:
     """What a finished folder holds for a piece."""
     tensors = {s.name: s for s in headers(folder)}
-    return lambda piece: tensors[piece.name].map()
+
+    def read(piece: Piece) -> np.ndarray:
+        held = tensors.get(piece.name)
+        if held is None or held.dtype not in DTYPES:
+            raise ValueError(f"{folder}: {piece.name} is {held and held.dtype}, it must be of {', '.join(DTYPES)}")
+        return held.map()
+
+    return read
 
 
 def save(

@@ -8,18 +8,33 @@ unfinished, whatever else it has. Not here: what a piece is (the formats say).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from qwen_spmd.checkpoint.pieces import Window
 
 MANIFEST, JOURNAL = "qwen_spmd.json", "qwen_spmd_unfinished.jsonl"
+MARKS = (MANIFEST, JOURNAL, f"{MANIFEST}.new", f"{JOURNAL}.new")
+"""All that is not of the model. A run that was killed while it wrote one of the first two leaves one of the others."""
 VERSION = 1
+HEAD = ("source", "identity", "to", "dtype")
+FIELDS = {
+    "to": str,
+    "dtype": str,
+    "num_bytes": int,
+    "leaves": dict,
+    "tensors": dict,
+    "left_out": list,
+    "pieces": list,
+    "files": dict,
+}
+FORMATS = ("orbax", "huggingface")
 
 
 class Piece(NamedTuple):
@@ -54,7 +69,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     ValueError for an unfinished one, with the command that goes on, and for a manifest that this package cannot read.
     """
     if (folder / JOURNAL).is_file():
-        head = _lines(folder / JOURNAL)[0]
+        head, _ = _journal(folder / JOURNAL)
         command = f"scripts/convert.py {head['source']} {folder} --to {head['to']} --dtype {head['dtype']}"
         raise ValueError(f"{folder}: an unfinished conversion; to finish it run: {command}")
     path = folder / MANIFEST
@@ -67,34 +82,66 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: not a manifest of this package ({e!r})") from e
     if version != VERSION:
         raise ValueError(f"{path}: version is {version!r}, supported is {VERSION}")
+    if odd := [key for key, kind in FIELDS.items() if not isinstance(manifest.get(key), kind)]:
+        raise ValueError(
+            f"{path}: not a manifest of this package ({odd[0]} is {manifest.get(odd[0])!r}, it must be of type "
+            f"{FIELDS[odd[0]].__name__})"
+        )
+    if manifest["to"] not in FORMATS:
+        raise ValueError(f"{path}: to is {manifest['to']!r}, it must be one of {', '.join(FORMATS)}")
     return manifest
+
+
+def digest(folder: Path) -> str:
+    """Of the manifest, and so of all that its checksums cover."""
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
     """The folder is whole: the manifest appears at once, then the journal goes."""
-    _replace(folder / MANIFEST, json.dumps({"version": VERSION} | manifest) + "\n")
+    _replace(folder / MANIFEST, json.dumps({"version": VERSION} | manifest) + "\n").close()
     (folder / JOURNAL).unlink()
 
 
 class Journal:
-    """The pieces that are on disk. Opening it starts a conversion, or goes on with the same one."""
+    """The pieces that are on disk. Opening it starts a conversion, or goes on with the same one.
+
+    It is locked until it is closed, if the file system has locks: no two conversions write into one folder.
+    """
 
     def __init__(self, folder: Path, head: dict[str, Any]):
-        """`head` has source, identity, to, dtype. ValueError for a folder that holds anything else already."""
+        """`head` has HEAD. ValueError for a folder that holds anything else already, or that another one is using."""
         self._path, self._head = folder / JOURNAL, head
-        lines: list[Any] = [head]
-        if self._path.is_file():
-            lines = _lines(self._path)
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        blank = not folder.exists() or (
+            folder.is_dir() and {file.name for file in folder.iterdir()} <= {JOURNAL, f"{JOURNAL}.new"}
+        )
+        if not blank and not self._path.is_file():
             raise ValueError(f"{folder}: exists already, give a new folder")
-        if odd := [key for key in head if key != "source" and lines[0][key] != head[key]]:
-            raise ValueError(
-                f"{folder}: an unfinished conversion of another {odd[0]}, of {lines[0]['source']} to {lines[0]['to']} "
-                f"in {lines[0]['dtype']}; finish that or give a new folder"
-            )
         folder.mkdir(parents=True, exist_ok=True)
-        self.done = {Piece(name, tuple(start), tuple(shape)): digest for name, start, shape, digest in lines[1:]}
-        self.rewrite()
+        self._locked = _open(self._path)
+        try:
+            # A run that was killed before its first line leaves nothing else.
+            new = blank and not self._path.stat().st_size
+            old, self.done = (head, {}) if new else _journal(self._path)
+            if odd := [key for key in HEAD if key != "source" and old[key] != head[key]]:
+                raise ValueError(
+                    f"{folder}: an unfinished conversion of another {odd[0]}, of {old['source']} to {old['to']} "
+                    f"in {old['dtype']}; finish that or give a new folder"
+                )
+            self.rewrite()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Others may go on with it."""
+        self._locked.close()
 
     def add(self, piece: Piece, digest: str) -> None:
         """`piece` is on disk."""
@@ -107,18 +154,57 @@ class Journal:
     def rewrite(self) -> None:
         """Write what is in `done`, and no line that was cut short."""
         lines = [self._head, *([*piece, digest] for piece, digest in self.done.items())]
-        _replace(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        new = _replace(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._locked.close()
+        self._locked = new
 
 
-def _lines(path: Path) -> list[Any]:
-    """The whole lines; the last one is left out if the process was killed while it wrote it."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def _journal(path: Path) -> tuple[dict[str, Any], dict[Piece, str]]:
+    """Its head and its pieces; the last line is left out if the process was killed while it wrote it."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        head = {key: lines[0][key] for key in HEAD}
+        return head, {Piece(name, tuple(start), tuple(shape)): digest for name, start, shape, digest in lines[1:]}
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        raise ValueError(
+            f"{path}: does not say what was being converted; remove {path.parent} and convert again"
+        ) from e
 
 
-def _replace(path: Path, text: str) -> None:
+def _open(path: Path) -> TextIO:
+    """A journal, locked, made if it is not there. ValueError if another process has it."""
+    busy = ValueError(f"{path.parent}: another conversion into it is running")
+    try:
+        f = path.open("r+" if path.is_file() else "x+")
+    except (FileExistsError, FileNotFoundError) as e:
+        raise busy from e
+    # In between, the other one may have put a new journal in the place of this one, or have finished.
+    if _lock(f) and path.is_file() and os.path.samestat(os.fstat(f.fileno()), path.stat()):
+        return f
+    f.close()
+    raise busy
+
+
+def _lock(f: TextIO) -> bool:
+    """Whether nobody else has it locked. Not every file system can tell."""
+    try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        return not isinstance(e, BlockingIOError)
+    return True
+
+
+def _replace(path: Path, text: str) -> TextIO:
+    """A file that appears at once, still open, and locked before it appears."""
     new = path.with_name(f"{path.name}.new")
-    with new.open("w") as f:
+    f = new.open("w")
+    try:
+        _lock(f)
         f.write(text)
         f.flush()
         os.fsync(f.fileno())
-    new.replace(path)
+        new.replace(path)
+    except BaseException:
+        f.close()
+        raise
+    return f

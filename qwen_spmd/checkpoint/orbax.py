@@ -13,7 +13,6 @@ neighbours, except for what its first and last chunk share with them. Chunks are
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ import numpy as np
 import tensorstore as ts
 
 from qwen_spmd import params as P
-from qwen_spmd.checkpoint.manifest import MANIFEST, Piece
+from qwen_spmd.checkpoint.manifest import Piece, digest
 from qwen_spmd.checkpoint.pieces import Source, Tensor, Window, cut, some
 from qwen_spmd.config import ModelConfig
 from qwen_spmd.mesh.rules import AXES_OF
@@ -65,7 +64,7 @@ def open_source(folder: Path, cfg: ModelConfig, dtype: Any, manifest: Mapping[st
         read=read,
         tensors={name: Tensor(t[0], t[1], tuple(t[2]), t[3]) for name, t in manifest["tensors"].items()},
         left_out=manifest["left_out"],
-        identity=lambda: hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(),
+        identity=functools.partial(digest, folder),
     )
 
 
@@ -149,7 +148,7 @@ def _reader(folder: Path) -> Callable[[str, Window], np.ndarray]:
     def read(path: str, window: Window) -> np.ndarray:
         try:
             return array(path)[window].read().result()
-        except ValueError as e:
+        except (ValueError, IndexError) as e:  # IndexError: an array of another rank
             reason = str(e).splitlines()[0].split(" [tensorstore_spec")[0]
             raise ValueError(f"{folder / FOLDER / path}: not a whole array ({reason})") from e
 

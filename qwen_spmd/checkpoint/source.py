@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of either format, opened for reading. Loading and converting begin here."""
+"""A folder of either format: opened for reading, where loading and converting begin, and told from others."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def open_source(folder: Path, cfg: ModelConfig, dtype: Any) -> Source:
     if made is not None and made["to"] == "orbax":
         return orbax.open_source(folder, cfg, dtype, made)
     return huggingface.open_source(folder, cfg, dtype)
+
+
+def identity(folder: Path) -> str:
+    """A digest by which nodes see that they have the same model. ValueError for an unfinished conversion.
+
+    It is of the manifest of arrays, which has the checksum of each piece, and else what `huggingface.identity` has.
+    """
+    made = manifest.read(folder)
+    if made is not None and made["to"] == "orbax":
+        return manifest.digest(folder)
+    return huggingface.identity(folder)

@@ -212,7 +212,7 @@ def _unpack(packed: jax.Array, X: int) -> tuple[jax.Array, jax.Array, jax.Array]
 class _Part:
     """What this device's experts computed: row t's x-th one is y[pos_TX], if it is here (own_TX).
 
-    y_RD in x's dtype, in any order; load_Q int32, rows of each own place.
+    y_RD in x's dtype, in any order (few rows: float32, summed over x already); load_Q int32, rows of each own place.
     """
 
     y_RD: jax.Array

@@ -87,16 +87,19 @@ def layout(dims: Mapping[str, int], *, dp: int = 1, ep: int = 1, tp: int = 1, re
         if n < 1:
             raise ValueError(f"{name} is {n}, it must be at least 1")
     if not _divides(dims, tp):
-        valid = [n for n in range(1, max(dims["N"], tp) + 1) if _divides(dims, n)]
+        fits = lambda n: _divides(dims, n) and ep * n <= dims.get("E", ep * n)  # noqa: E731
+        valid = [n for n in range(1, dims["N"] + 1) if fits(n)]
         kinds = {
             "N": "attention heads",
-            "K": "KV heads",
             "J": "Gated DeltaNet key heads",
             "F": "FFN width",
             "V": "vocabulary",
         }
         named = ", ".join(f"{kind} ({dims[letter]})" for letter, kind in kinds.items() if letter in dims)
-        raise ValueError(f"tp is {tp}, it must divide the {named}; valid sizes are {', '.join(map(str, valid))}")
+        raise ValueError(
+            f"tp is {tp}, it must divide the {named}, and divide the KV heads ({dims['K']}) or be a multiple of them; "
+            f"valid sizes are {', '.join(map(str, valid)) or 'none'}"
+        )
     heads = {"whole": "K" if dims["K"] % tp else "", "kv_heads": max(dims["K"], tp)}
     if "E" not in dims:
         if ep > 1:
@@ -104,12 +107,13 @@ def layout(dims: Mapping[str, int], *, dp: int = 1, ep: int = 1, tp: int = 1, re
         if redundant_experts:
             raise ValueError(f"redundant_experts is {redundant_experts}, this model has no experts")
         return Layout(dp, ep, tp, **heads)
-    if redundant_experts < 0:
-        raise ValueError(f"redundant_experts is {redundant_experts}, it must be at least 0")
     if ep * tp > dims["E"]:
         raise ValueError(f"ep * tp is {ep * tp}, it must be at most the {dims['E']} experts of the model")
+    most = dims["E"] * (ep * tp - 1)  # one copy on every device
+    if not 0 <= redundant_experts <= most:
+        raise ValueError(f"redundant_experts is {redundant_experts}, it must be from 0 to {most}")
     places = ep * tp * math.ceil((dims["E"] + redundant_experts) / (ep * tp))
-    copies = min(redundant_experts + 1, ep * tp) if ep * tp > 1 or redundant_experts else 0
+    copies = min(redundant_experts + 1, ep * tp) if ep * tp > 1 else 0
     return Layout(dp, ep, tp, **heads, places=places, copies=copies)
 
 
@@ -123,6 +127,9 @@ def named(name: str, devices: int, *, tp: int = 1) -> dict[str, int]:
     """The axis sizes of a named layout on so many devices: {"dp": .., "ep": .., "tp": ..}. `tp` splits each rank."""
     if name not in NAMES:
         raise ValueError(f"layout is {name!r}, it must be one of {', '.join(NAMES)}")
+    if tp > 1 and name != "dp_ep" and (name, tp) != ("tp_ep", devices):
+        allowed = "1" if name == "single" else f"1 or the {devices} devices"
+        raise ValueError(f"tp is {tp}, with layout {name} it must be {allowed}; dp_ep has ranks of several devices")
     if name == "single":
         return {"dp": 1, "ep": 1, "tp": 1}
     if name == "tp_ep":

@@ -43,8 +43,9 @@ def axis_order(size: int) -> Hypercube:
 def hypercube(mesh: Mesh, axis: str) -> Hypercube:
     """The hypercube along an axis of the mesh, which must be the same wherever on the other axes.
 
-    From the coordinates of TPUs: core, x, y, z, each with 1, 2 or 4 values in a row. Four in a row are a ring of two
-    bits. CPUs and GPUs have no coordinates: `axis_order`. ValueError names the coordinates that form no hypercube.
+    From the coordinates of TPUs: core, x, y, z, each with 1, 2 or 4 values in a row. Four in a row are taken for a ring
+    of two bits; coordinates do not show whether it is closed, and where it is not, its ends exchange over three hops.
+    CPUs and GPUs have no coordinates: `axis_order`. ValueError names the coordinates that form no hypercube.
     """
     lines = mesh.devices.swapaxes(mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     if lines[0, 0].platform != "tpu":

@@ -7,7 +7,9 @@ Exit code 0: it fits; 1: it does not, and what would is said, or the compiler re
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     add("--flops-efficiency", type=float, default=1.0, help="share of the arithmetic's peak")
     add("--network-efficiency", type=float, default=1.0, help="share of the network's peak")
     add("--overlap-network", action="store_true", help="collectives hide behind the rest of a step")
+    routes = ("auto", "gather_scatter", "all_to_all")
+    add("--moe-route", default="auto", choices=routes, help="how rows reach their experts; auto: as the server chooses")
+    add("--moe-wire-dtype", default="auto", choices=("auto", "fp8"), help="of the rows on that way")
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the step programs (TPU)")
     add("--json", type=Path, metavar="FILE", help="write the plan there, too")
     return p
@@ -78,8 +83,10 @@ def plan(args: argparse.Namespace) -> int:
     for name in ("isl", "osl"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} is {getattr(args, name)}, it must be at least 1")
+    if args.json:
+        _check_writable(args.json)
     case = Case(
-        cfg=presets.model_config(args.model),
+        cfg=dataclasses.replace(presets.model_config(args.model), mtp=False),  # no step reads it
         topology=topology(args.topology),
         layout_name=args.layout,
         tp=args.tp,
@@ -101,6 +108,8 @@ def plan(args: argparse.Namespace) -> int:
         kv_dtype=args.kv_dtype or args.dtype,
         state_dtype=args.state_dtype,
         overlap_network=args.overlap_network,
+        moe_route=args.moe_route,
+        moe_wire=args.moe_wire_dtype,
     )
     lay, topo = case.layout, case.topology
     roofline = Roofline(case.cfg, lay, topo, dtype=args.dtype, weight_dtype=args.weight_dtype, assumptions=assumptions)
@@ -132,6 +141,20 @@ def plan(args: argparse.Namespace) -> int:
     return 1 if fit.free < 0 or refused else 0
 
 
+def _check_writable(file: Path) -> None:
+    """Before all the work. ValueError if the file cannot be written; it is not made."""
+    try:
+        file.stat()
+    except FileNotFoundError:
+        writable = file.parent.is_dir() and os.access(file.parent, os.W_OK)
+    except OSError:
+        writable = False
+    else:
+        writable = not file.is_dir() and os.access(file, os.W_OK)
+    if not writable:
+        raise ValueError(f"json is {str(file)!r}, it must be a file that can be written, in a folder that is there")
+
+
 def _target(args: argparse.Namespace, case: Case, pages: int, slots: int) -> Target:
     lay = case.layout
     return Target(
@@ -149,6 +172,8 @@ def _target(args: argparse.Namespace, case: Case, pages: int, slots: int) -> Tar
         pages_per_seq=case.pages_per_seq,
         window=WINDOW,
         keys=(case.sequences, (case.batched_tokens, case.sequences)),
+        moe_route=args.moe_route,
+        moe_wire=args.moe_wire_dtype,
     )
 
 

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 from qwen_spmd.plan.hardware import topology
 from qwen_spmd.plan.hlo import Collective, Copy, Module
@@ -41,6 +41,7 @@ class Target:
     """What to compile. Counts are of one rank, null page and slot included.
 
     keys   as `serve.packed.Key`: (tokens, sequences) of a ragged step, sequences of a decode window
+    moe_route, moe_wire   as the server's
     """
 
     model: str
@@ -57,6 +58,8 @@ class Target:
     pages_per_seq: int
     window: int
     keys: tuple[tuple[int, int] | int, ...]
+    moe_route: Literal["auto", "gather_scatter", "all_to_all"] = "auto"
+    moe_wire: Literal["auto", "fp8"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +133,14 @@ def build(target: Target, devices: Any) -> Any:
     from jax.sharding import NamedSharding
 
     from qwen_spmd import params
+    from qwen_spmd.layers.moe import route_on
     from qwen_spmd.mesh.axes import make_mesh
     from qwen_spmd.mesh.rules import layout
     from qwen_spmd.plan.memory import weights
     from qwen_spmd.serve.sizes import Shapes
     from qwen_spmd.serve.step import Steps
 
-    cfg = model_config(target.model)
+    cfg = dataclasses.replace(model_config(target.model), mtp=False)
     sizes = {"dp": target.dp, "ep": target.ep, "tp": target.tp}
     lay, mesh = layout(cfg.dims(), **sizes), make_mesh(**sizes, devices=devices)
     shapes = Shapes(
@@ -150,7 +154,8 @@ def build(target: Target, devices: Any) -> Any:
     )
     put = lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
     abstract = jax.tree.map(put, weights(cfg, target.dtype, target.weight_dtype, lay), params.specs(cfg, lay))
-    return Steps(cfg, abstract, mesh, lay, shapes, target.dtype, target.state_dtype)
+    route = route_on(mesh, kind=target.moe_route, wire="float8_e4m3fn" if target.moe_wire == "fp8" else None)
+    return Steps(cfg, abstract, mesh, lay, shapes, target.dtype, target.state_dtype, route)
 
 
 def compile_key(steps: Any, key: tuple[int, int] | int) -> Program:
@@ -162,9 +167,7 @@ def compile_key(steps: Any, key: tuple[int, int] | int) -> Program:
     compiled_at = time.perf_counter()
     text, memory, cost = compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis() or {}
     module = Module(text)
-    # No step reads the MTP layer yet, and activations may have the shapes of its single layer.
-    used = dataclasses.replace(steps.weights, mtp=None)
-    arrays = _leaves({"weights": used, "state": steps.abstract_state})
+    arrays = _leaves({"weights": steps.weights, "state": steps.abstract_state})
     shapes = {name: x.sharding.shard_shape(x.shape) for name, x in arrays.items()}
     return Program(
         key=key,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qwen_spmd import params, state
 from qwen_spmd.config import ModelConfig
-from qwen_spmd.mesh.rules import Layout, layout, named
+from qwen_spmd.mesh.rules import NAMES, Layout, layout, named
 from qwen_spmd.params import Params
 from qwen_spmd.plan.hardware import GIB, Topology, larger, topology
 
@@ -128,7 +128,6 @@ class Memory:
     """Bytes on each device. `pages` and `slots` are counts of one rank, the null ones included.
 
     replicated, sharded      weights that every device has all of, and its part of those that are spread
-    unused                   of both: the MTP layer, which is loaded and not served
     page_bytes, slot_bytes   one more of them
     fixed                    state that neither pages nor slots make larger
     temporaries              what the largest step needs besides
@@ -138,7 +137,6 @@ class Memory:
     case: Case
     replicated: int
     sharded: int
-    unused: int
     page_bytes: int
     slot_bytes: int
     fixed: int
@@ -191,7 +189,6 @@ def memory(case: Case, *, temporaries: int | None = None) -> Memory:
         case=case,
         replicated=sum(leaf.bytes for leaf in leaves if not leaf.sharded),
         sharded=sum(leaf.bytes for leaf in leaves if leaf.sharded),
-        unused=sum(leaf.bytes for leaf in leaves if leaf.name.startswith("mtp.")),
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         fixed=one - page_bytes - slot_bytes,
@@ -248,11 +245,25 @@ def remedies(case: Case) -> list[str]:
             text = f"smaller steps, --max-num-batched-tokens {tokens}"
             if attempt(text, batched_tokens=tokens):
                 break
-    if case.layout_name == "dp_ep":
-        for tp in (2, 4, 8, 16):
-            if tp > case.tp and attempt(f"heads and widths split, --tp {tp}", tp=tp):
+    for name in NAMES:
+        for tp in _ranks_of(name, case.topology.devices):
+            said = "" if tp == case.tp else f" --tp {tp}"
+            if name != case.layout_name:
+                text = f"another layout, --layout {name}{said}"
+            elif name == "dp_ep" and said:
+                text = f"heads and widths split {'more' if tp > case.tp else 'less'},{said}"
+            else:
+                continue
+            if attempt(text, layout_name=name, tp=tp):
                 break
+    tp = case.tp if case.layout_name == "dp_ep" else 1
+    said = "" if tp == case.tp else f" --tp {tp}"
     for name in larger(case.topology):
-        if attempt(f"more devices, --topology {name}", topology=topology(name)):
+        if attempt(f"more devices, --topology {name}{said}", topology=topology(name), tp=tp):
             break
     return out
+
+
+def _ranks_of(layout_name: str, devices: int) -> list[int]:
+    """Each `tp` that a layout may have. dp_ep with all devices is tp_ep, and not said twice."""
+    return [n for n in range(1, devices) if devices % n == 0] if layout_name == "dp_ep" else [1]

@@ -23,7 +23,10 @@ def model_config(model: str) -> ModelConfig:
     """The config of a preset's name, a folder, or a Hugging Face id (config.json only). ValueError if there is none."""
     if model.lower() in names():
         return from_hf(json.loads((MODELS_DIR / f"{model.lower()}.json").read_text()))
-    folder = Path(model).expanduser()
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # nobody has that home
+        folder = Path(model)
     if folder.is_dir():
         return load_config(folder)
     if folder.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):

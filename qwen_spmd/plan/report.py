@@ -27,14 +27,10 @@ class Workload:
 def memory_text(m: Memory, programs: Sequence[Program]) -> str:
     case, seqs = m.case, m.case.sequences
     source = "of the compiled programs" if programs else "estimated"
-    notes = []
-    if m.unused:
-        notes.append(f"{m.unused / GIB:,.2f} of both is MTP, not used yet")
-    if case.weight_dtype == "float8_e4m3fn":
-        notes.append("scales are not counted, 1/4096")
+    note = "scales are not counted, 1/4096" if case.weight_dtype == "float8_e4m3fn" else ""
     rows = [
         ("weights, the same on every device", m.replicated, ""),
-        ("weights, a part on each", m.sharded, "; ".join(notes)),
+        ("weights, a part on each", m.sharded, note),
         ("KV pages", m.pages * m.page_bytes, f"{m.pages - 1:,} of {case.page_size} tokens: {seqs} sequences a rank"),
         ("recurrent slots", m.slots * m.slot_bytes, f"{m.slots - 1}"),
         ("temporaries", m.temporaries, source),

@@ -10,6 +10,7 @@ Not here: kernels' real efficiency, launch costs, latency of collectives, the ho
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 from qwen_spmd import params
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.layers.moe_routes import Route
 from qwen_spmd.mesh.rules import Layout
 from qwen_spmd.plan.hardware import Topology
 from qwen_spmd.plan.memory import Leaf, on_device, weights
@@ -34,6 +36,8 @@ class Assumptions:
     matmul                what 8-bit weights are multiplied in: the model's dtype, or 8 bits at twice the rate
     kv_dtype, state_dtype   of KV pages and of the recurrent matrices
     overlap_network       collectives hide behind the rest of the step as far as it lasts
+    moe_route             how rows reach their experts (`layers/moe_routes.py`); "auto": as the server chooses it
+    moe_wire              what they travel in: activations' dtype, or 8 bits and a scale for each row
     """
 
     hbm: float = 1.0
@@ -44,11 +48,16 @@ class Assumptions:
     kv_dtype: str = "bfloat16"
     state_dtype: str = "float32"
     overlap_network: bool = False
+    moe_route: Literal["auto", "gather_scatter", "all_to_all"] = "auto"
+    moe_wire: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("hbm", "flops", "network"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, a share of the peak must be above 0 and at most 1")
+        for name, allowed in (("moe_route", ("auto", "gather_scatter", "all_to_all")), ("moe_wire", ("auto", "fp8"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(allowed)}")
 
 
 PUBLISHED = Assumptions(
@@ -57,6 +66,7 @@ PUBLISHED = Assumptions(
     kv_dtype="float8_e4m3fn",
     state_dtype="bfloat16",
     overlap_network=True,
+    moe_route="gather_scatter",
 )
 """Those under which Google's bound for Qwen3.5-397B-A17B on four Ironwood chips comes out: 16.36 ms a decode step.
 
@@ -153,7 +163,12 @@ class Roofline:
         assumptions: Assumptions | None = None,
     ):
         self.cfg, self.layout, self.topology = cfg, layout, topology
-        self.assumptions = assumptions or Assumptions(kv_dtype=str(dtype))
+        self.assumptions = a = assumptions or Assumptions(kv_dtype=str(dtype))
+        for name, value in (("moe_route", a.moe_route), ("moe_wire", a.moe_wire)):
+            if (cfg.moe is None or layout.ep == 1) and value not in ("auto", "gather_scatter"):
+                raise ValueError(f"{name} is {value!r}, with ep=1 nothing travels: it must be 'auto'")
+        self._route = Route(a.moe_route, ragged=topology.chip.platform == "tpu")
+        self._row_bytes = cfg.hidden_size * _size(dtype)  # for the server's choice only
         leaves = on_device(weights(cfg, dtype, weight_dtype, layout), params.specs(cfg, layout), layout)
         self._leaves: dict[str, list[Leaf]] = defaultdict(list)
         for leaf in leaves:
@@ -299,9 +314,25 @@ class Roofline:
             network += nbytes * (1 - shared / group) / shared
             core += nbytes * (1 - 1 / shared)
 
+        def exchange(nbytes: float, group: int, stride: int) -> None:
+            """Parts for each device alone, of so many bytes with what it has itself; cores have nothing to share."""
+            nonlocal network, core
+            shared = self.topology.shared(group, stride)
+            network += nbytes * (1 - shared / group)
+            core += nbytes * (shared - 1) / group
+
         if layout.ep > 1 and cfg.moe is not None:
-            spread(moe_layers * 2 * rows * layout.ep, layout.ep, layout.tp)
-            spread(moe_layers * 8 * step.tokens * cfg.moe.experts_per_token * layout.ep, layout.ep, layout.tp)
+            ep, X = layout.ep, cfg.moe.experts_per_token
+            fp8 = self.assumptions.moe_wire == "fp8"
+            there_and_back = (rows / 2 if fp8 else rows) + rows
+            routing = 4 * step.tokens * (2 * X + fp8)  # ids, weights, a scale
+            kind = self._route.resolve(math.ceil(step.tokens), ep, X, self._row_bytes)
+            travel = exchange if kind == "all_to_all" else spread
+            # Empty room travels, too, where the platform cannot leave it out.
+            empty = kind == "gather_scatter" or not self._route.ragged
+            copies = ep if empty else ep * (1 - (1 - 1 / ep) ** X)
+            travel(moe_layers * there_and_back * copies, ep, layout.tp)
+            travel(moe_layers * routing * ep, ep, layout.tp)
         if layout.tp > 1:
             sums = 1 + 2 * cfg.num_layers  # the embedding; each layer's mixer and feed-forward
             spread(sums * 2 * rows, layout.tp, 1)

@@ -102,13 +102,6 @@ class ServeArgs:
         "one device, or all of them: as ranks that share the experts, each --tensor-parallel-size wide (dp_ep), or as "
         "one rank (tp_ep)",
     )
-    num_redundant_experts: int | None = flag(
-        None,
-        "places for copies of experts, beyond one place each",
-        "--ep-num-redundant-experts",
-        engine="redundant_experts",
-        low=0,
-    )
     moe_route: Literal["auto", "gather_scatter", "all_to_all"] = flag(
         "auto", "how rows reach their experts", engine="moe_route"
     )
@@ -219,7 +212,9 @@ class ServeArgs:
 def _split(address: str) -> tuple[str, str | None]:
     """HOST, HOST:PORT or [HOST]:PORT -> host and port."""
     if address.startswith("["):
-        host, _, rest = address[1:].partition("]")
+        host, bracket, rest = address[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError(f"--master-addr is {address!r}, it must be HOST or HOST:PORT, as [fd00::1]:29501")
         return host, rest[1:] if rest else None
     host, colon, port = address.partition(":")
     return (address, None) if ":" in port else (host, port if colon else None)

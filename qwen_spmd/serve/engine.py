@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 
 from qwen_spmd import params
 from qwen_spmd.config import ModelConfig
+from qwen_spmd.model import Trace
 from qwen_spmd.params import Params
 from qwen_spmd.serve.blocks import Blocks
 from qwen_spmd.serve.replica import Leader, Step
@@ -27,7 +28,7 @@ from qwen_spmd.serve.request import FinishReason, Request
 from qwen_spmd.serve.scheduler import Output, Scheduler, StepPlan
 from qwen_spmd.serve.sizes import EngineConfig
 from qwen_spmd.serve.start import load, prepare
-from qwen_spmd.serve.step import CompileCounter
+from qwen_spmd.serve.step import CompileCounter, run_sequence
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Stats:
     running: int
     waiting: int
     running_by_rank: tuple[int, ...]
+    tokens_by_rank: tuple[int, ...]
     rank_imbalance: float
     expert_imbalance: float
     kv_usage: float
@@ -109,6 +111,8 @@ class Engine:
         self._scheduler = Scheduler(self.sizes.scheduler, blocks)
         self.deliver: Callable[[list[Output]], None] = lambda outputs: None
         self._wake = threading.Condition()
+        # Devices must get programs with collectives in one order.
+        self._dispatch = threading.Lock()
         self._requests: dict[str, Request] = {}
         self._undelivered: list[Output] = []
         self._draining = self._stopping = False
@@ -131,10 +135,23 @@ class Engine:
 
     @weights.setter
     def weights(self, weights: Params) -> None:
-        for (path, old), (_, new) in zip(*map(params.leaves_with_path, (self._steps.weights, weights)), strict=True):
-            if (old.shape, old.dtype) != (new.shape, new.dtype):
-                raise ValueError(f"{path} is {new.dtype}{list(new.shape)}, it must be {old.dtype}{list(old.shape)}")
+        held, given = (dict(params.leaves_with_path(tree)) for tree in (self._steps.weights, weights))
+        if odd := sorted(held.keys() ^ given.keys()):
+            raise ValueError(f"weights: {odd[0]} is {'missing' if odd[0] in held else 'no parameter of this model'}")
+        for path, old in held.items():
+            new = given[path]
+            if not hasattr(new, "shape") or (old.shape, old.dtype) != (new.shape, new.dtype):
+                what = f"{new.dtype}{list(new.shape)}" if hasattr(new, "shape") else repr(new)
+                raise ValueError(f"{path} is {what}, it must be {old.dtype}{list(old.shape)}")
         self._steps.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.format), self.weights, weights)
+
+    def run_sequence(self, tokens: Sequence[int]) -> tuple[jax.Array, Trace]:
+        """float32 logits [T, V] and the trace of a sequence from its start, beside what is served. From any thread.
+
+        Compiles once for each power of two of T.
+        """
+        with self._dispatch:
+            return run_sequence(self._steps, tokens)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError if it can never run, QueueFull, EngineStopped. From any thread."""
@@ -167,6 +184,7 @@ class Engine:
                 running=s.num_running,
                 waiting=s.num_waiting,
                 running_by_rank=tuple(s.running_by_rank),
+                tokens_by_rank=tuple(s.rank_tokens),
                 rank_imbalance=s.imbalance,
                 expert_imbalance=self._expert_load.imbalance,
                 kv_usage=sum(b.page_usage for b in blocks) / len(blocks),
@@ -250,8 +268,9 @@ class Engine:
             packed, look = self._steps.pack(plan), self._expert_load.due()
             if self._replica is not None:
                 self._replica.broadcast(Step(packed.key, packed.iterations, packed.words, look))
-            tokens = self._steps.run(packed)
-            flight.append((plan, tokens, self._steps.load() if look else None))
+            with self._dispatch:
+                tokens = self._steps.run(packed)
+                flight.append((plan, tokens, self._steps.load() if look else None))
         if flight and (plan is None or len(flight) > 1):
             done, tokens, load = flight.popleft()
             tokens = np.asarray(tokens)  # waits for the step

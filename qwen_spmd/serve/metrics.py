@@ -160,6 +160,12 @@ class Metrics(Collector):
         for rank, running in enumerate(stats.running_by_rank):
             by_rank.add_metric([*values, str(rank)], running)
         yield by_rank
+        by_rank = CounterMetricFamily(
+            "qwen_spmd:rank_tokens", "Tokens computed in steps, by rank.", labels=[*keys, "rank"]
+        )
+        for rank, tokens in enumerate(stats.tokens_by_rank):
+            by_rank.add_metric([*values, str(rank)], tokens)
+        yield by_rank
         counters = {
             "vllm:num_preemptions": ("Requests that lost their place and started again.", stats.preemptions),
             "vllm:prompt_tokens": ("Prompt tokens computed.", self._prompt_tokens),

@@ -7,7 +7,6 @@ Not here: what goes over the channel (`replica`), the engine.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import math
 from collections.abc import Callable
@@ -48,7 +47,8 @@ class Node:
         if args.nnodes == 1:
             return
         fields = [f.name for f in dataclasses.fields(args) if f.metadata["engine"] and f.name not in MAY_DIFFER]
-        facts = {option(name): getattr(args, name) for name in (*fields, "layout", "enable_expert_parallel", "nnodes")}
+        fields += ["layout", "enable_expert_parallel", "nnodes", "node_timeout"]
+        facts = {option(name): getattr(args, name) for name in fields}
         facts |= {name: importlib.metadata.version(name) for name in ("qwen-spmd", "jax", "jaxlib")}
         times: Any = {"join_s": args.dist_timeout, "lost_s": args.node_timeout, "on_lost": self._on_lost}
         if args.node_rank == 0:
@@ -75,10 +75,9 @@ class Node:
     def agree(self, folder: Path) -> None:
         """Check that all nodes have the same model. ValueError names what differs and where."""
         if self.channel is not None:
-            facts: dict[str, Any] = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
-            self.channel.agree(
-                {"config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()} | facts
-            )
+            from qwen_spmd import checkpoint
+
+            self.channel.agree({"the checkpoint's digest": checkpoint.identity(folder)})
 
     def fail(self, reason: str, wait_s: float = 0.0) -> None:
         """Take the others along: this node cannot go on. `wait_s`: the cause may be elsewhere and show a little later.

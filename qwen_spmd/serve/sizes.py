@@ -33,16 +33,15 @@ class EngineConfig:
     dtype                   of weights, activations and KV pages; "auto" is the checkpoint's
     max_model_len           longest prompt + output; None: what the model was trained for, as far as the pages hold it
     block_size              tokens of a KV page
-    max_num_seqs            requests that run at once, on all ranks together
-    max_num_batched_tokens  tokens of one step, of all ranks together
+    max_num_seqs            requests that run at once, on all ranks together; a multiple of their number
+    max_num_batched_tokens  tokens of one step, of all ranks together; likewise
     memory_utilization      share of the device's memory for weights, pages, slots and work space (not on CPU)
-    num_pages               KV pages of all ranks, null pages not counted; overrides the memory budget
+    num_pages               KV pages of all ranks, null pages not counted; likewise; overrides the memory budget
     decode_window           most decode iterations between two visits of the host
     max_queue               requests that may wait
     seed                    of the requests that bring none
     dp, ep, tp              sizes of the mesh's axes (`mesh/rules.py`): independent ranks; ranks that share the experts;
                             devices of each rank
-    redundant_experts       places for copies of experts, beyond one place each
     moe_route, moe_wire     how rows reach their experts (`layers/moe_routes.py`), and the dtype they travel in
     moe_reduce, moe_chunks  how their sums come back, and in how many parts, each summed while the one before travels
     hf_overrides            merged into config.json
@@ -64,7 +63,6 @@ class EngineConfig:
     dp: int = 1
     ep: int = 1
     tp: int = 1
-    redundant_experts: int = 0
     moe_route: Literal["auto", "gather_scatter", "all_to_all"] = "auto"
     moe_wire: Literal["auto", "fp8"] = "auto"
     moe_reduce: Literal["xla", "hierarchical"] = "xla"
@@ -82,7 +80,6 @@ class EngineConfig:
         check("dtype", self.dtype in ("auto", "bfloat16", "float32"), "auto, bfloat16 or float32")
         check("state_dtype", self.state_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
         sizes = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "num_pages")
-        check("redundant_experts", self.redundant_experts >= 0, "at least 0")
         routes = ("auto", "gather_scatter", "all_to_all")
         check("moe_route", self.moe_route in routes, ", ".join(routes))
         check("moe_wire", self.moe_wire in ("auto", "fp8"), "auto or fp8")
@@ -148,8 +145,7 @@ class Sizes:
 
 def make_layout(cfg: ModelConfig, config: EngineConfig) -> Layout:
     """The layout that a config asks for. ValueError if it does not fit the model."""
-    sizes = {"dp": config.dp, "ep": config.ep, "tp": config.tp}
-    return rules.layout(cfg.dims(), **sizes, redundant_experts=config.redundant_experts)
+    return rules.layout(cfg.dims(), dp=config.dp, ep=config.ep, tp=config.tp)
 
 
 def choose(cfg: ModelConfig, weights: Params, device: Any, layout: Layout, config: EngineConfig) -> Sizes:
@@ -158,10 +154,18 @@ def choose(cfg: ModelConfig, weights: Params, device: Any, layout: Layout, confi
     `weights` may be abstract; `device` is one of the mesh's on this host.
     """
     cpu, ranks = device.platform == "cpu", layout.ranks
+    for name in ("max_num_seqs", "max_num_batched_tokens", "num_pages"):
+        if (value := getattr(config, name)) is not None and value % ranks:
+            near = f"{value // ranks * ranks} or {-(-value // ranks) * ranks}" if value > ranks else ranks
+            raise ValueError(f"{name} is {value}, it must be a multiple of the {ranks} ranks, such as {near}")
     seqs = -(-(config.max_num_seqs or (16 if cpu else 256)) // ranks)
     page_size = config.block_size or (64 if cpu else 256)
-    batched = config.max_num_batched_tokens or (512 if cpu else 2048 * ranks)
-    batched = max(-(-batched // ranks), 0 if config.max_num_batched_tokens else seqs)
+    batched = -(-(config.max_num_batched_tokens or max(512 if cpu else 2048 * ranks, seqs * ranks)) // ranks)
+    if batched < seqs:
+        raise ValueError(
+            f"max_num_batched_tokens is {batched * ranks}, it must be at least max_num_seqs ({seqs * ranks}): "
+            "a step has a token of every request that runs"
+        )
     # Bytes of a page and of a slot on a device: what one more of it on each rank adds, shared by all devices.
     one = [
         params.num_bytes(
@@ -189,11 +193,15 @@ def choose(cfg: ModelConfig, weights: Params, device: Any, layout: Layout, confi
         )
     if pages * page_size < max_len:
         if config.max_model_len is not None:
+            remedy = "lower it, or max_num_seqs, or raise the memory share"
+            if config.num_pages is not None:
+                remedy = f"lower it, or raise num_pages ({config.num_pages})"
             raise ValueError(
-                f"max_model_len is {max_len}, the {pages} KV pages of a rank hold {pages * page_size} tokens; "
-                "lower it, or max_num_seqs, or raise the memory share"
+                f"max_model_len is {max_len}, the {pages} KV pages of a rank hold {pages * page_size} tokens; {remedy}"
             )
         max_len = pages * page_size
+        if max_len < 2:
+            raise ValueError(f"num_pages is {config.num_pages}, a rank's part holds {max_len} token; a request needs 2")
     window = config.decode_window
     token_buckets = _buckets(min(32, batched), batched)
     seq_buckets = _buckets(min(SMALLEST_BUCKET, seqs), seqs, step=4)

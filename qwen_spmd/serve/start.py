@@ -31,7 +31,8 @@ def load(folder: Path, config: EngineConfig) -> tuple[ModelConfig, Params]:
     """A checkpoint folder: its config, and its parameters on this process's part of the mesh."""
     cfg = dataclasses.replace(load_config(folder, config.hf_overrides), mtp=False)  # no step reads it
     dtype = jnp.dtype(cfg.dtype if config.dtype == "auto" else config.dtype)
-    mesh, layout = make_mesh(config.dp, config.ep, config.tp), make_layout(cfg, config)
+    layout = make_layout(cfg, config)
+    mesh = make_mesh(config.dp, config.ep, config.tp)
     return cfg, checkpoint.load(folder, cfg, dtype=dtype, mesh=mesh, layout=layout, progress=config.progress)
 
 
@@ -59,7 +60,10 @@ def prepare(
 
 
 def make_route(mesh: Mesh, config: EngineConfig) -> Route:
-    """The way of rows to their experts that a config asks for, on these devices."""
+    """The way of rows to their experts that a config asks for, on these devices. ValueError if there is none to go."""
+    for name, idle in (("moe_route", "auto"), ("moe_wire", "auto"), ("moe_reduce", "xla"), ("moe_chunks", 1)):
+        if mesh.shape["ep"] == 1 and getattr(config, name) not in (idle, "gather_scatter"):
+            raise ValueError(f"{name} is {getattr(config, name)!r}, with ep=1 nothing travels: it must be {idle!r}")
     return route_on(
         mesh,
         kind=config.moe_route,

@@ -79,7 +79,7 @@ class Steps:
         route: Route = DEFAULT_ROUTE,
     ):
         self.cfg, self.mesh, self.layout, self.shapes, self.route = cfg, mesh, layout, shapes, route
-        self.weights = weights
+        self.weights, self.rec_dtype = weights, jnp.dtype(rec_dtype)
         self._specs = (params.specs(cfg, layout), state.specs(cfg, layout))
         self.abstract_state = self._on_mesh(shapes.state(cfg, dtype, rec_dtype, layout), self._specs[1])
         self._platform = mesh.devices.flat[0].platform
@@ -236,27 +236,36 @@ def _from_all_ranks(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, RANKS, to="invarying")
 
 
-def run_sequence(weights: Params, tokens: Sequence[int], cfg: ModelConfig, layout: Layout) -> tuple[jax.Array, Trace]:
-    """A sequence from its start: float32 logits [T, V] and the trace. Compiles once for each power of two of T.
+def run_sequence(steps: Steps, tokens: Sequence[int]) -> tuple[jax.Array, Trace]:
+    """A sequence from its start, through the layers, layout and routes of `steps`: float32 logits [T, V] and the trace.
 
     The first rank runs it, with pages and slots of its own; the others have no row.
     """
     T = len(tokens)
     padded = np.zeros(max(SMALLEST, 1 << (T - 1).bit_length()), np.int32)
     padded[:T] = tokens
-    logits, trace = _sequence(weights, padded, np.int32(T), cfg, layout, weights.embed.sharding.mesh)  # type: ignore[attr-defined]
+    static = (steps.cfg, steps.mesh, steps.layout, steps.route, steps.rec_dtype)
+    logits, trace = _sequence(steps.weights, padded, np.int32(T), *static)
     return logits[:T], jax.tree.map(lambda x: x[:, :T], trace)
 
 
 SMALLEST = 64
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
 def _sequence(
-    weights: Params, tokens_T: jax.Array, length: jax.Array, cfg: ModelConfig, layout: Layout, mesh: Mesh
+    weights: Params,
+    tokens_T: jax.Array,
+    length: jax.Array,
+    cfg: ModelConfig,
+    mesh: Mesh,
+    layout: Layout,
+    route: Route,
+    rec_dtype: Any,
 ) -> tuple[jax.Array, Trace]:
     T = len(tokens_T)
-    declared = state.declare(cfg, weights.embed.dtype, pages=2, page_size=T, slots=2, layout=layout)
+    sizes = {"pages": 2, "page_size": T, "slots": 2}
+    declared = state.declare(cfg, weights.embed.dtype, **sizes, rec_dtype=rec_dtype, layout=layout)
 
     def zeros(s: jax.ShapeDtypeStruct, spec: P) -> jax.Array:
         """This device's part of a state array, typed as different on each."""
@@ -286,7 +295,8 @@ def _sequence(
         )
         st = jax.tree.map(zeros, declared, state.specs(cfg, layout))
         impl = impl_for(mesh.devices.flat[0])
-        x, _, trace = model.forward(weights, st, vary_like(tokens_T, n), rows, cfg=cfg, impl=impl, trace=True)
+        tokens_T = vary_like(tokens_T, n)
+        x, _, trace = model.forward(weights, st, tokens_T, rows, cfg=cfg, impl=impl, route=route, trace=True)
         of_first = lambda x: jax.lax.psum(jnp.where(first, x, 0), RANKS)  # noqa: E731
         return of_first(model.unembed_shared(weights, x)), jax.tree.map(of_first, trace)
 

@@ -65,6 +65,13 @@ def test_state_is_in_place_and_counted(program):
     assert broken.problems == ["5.0 MB of the state are not updated in place"]
 
 
+def test_programs_have_the_route_that_is_asked_for():
+    asked = dataclasses.replace(TARGET, moe_route="all_to_all", moe_wire="fp8")
+    route = build(asked, jax.devices()[:8]).route
+    assert (route.kind, route.wire, route.ragged) == ("all_to_all", "float8_e4m3fn", False)
+    assert build(TARGET, jax.devices()[:8]).route.kind == "auto"
+
+
 def test_a_copy_of_the_state_is_found():
     """Not donated: XLA has to copy the pool before it writes a row."""
     pool = jax.ShapeDtypeStruct((4, 1024, 256), jnp.float32)

@@ -12,10 +12,9 @@ import pytest
 from qwen_spmd import params
 from qwen_spmd.config import from_hf
 from qwen_spmd.mesh.axes import make_mesh
-from qwen_spmd.mesh.rules import SINGLE
 from qwen_spmd.serve.engine import Engine
 from qwen_spmd.serve.request import Request, SamplingParams
-from qwen_spmd.serve.sizes import EngineConfig
+from qwen_spmd.serve.sizes import EngineConfig, make_layout
 
 VOCAB = 128
 HF_CONFIG = {
@@ -49,7 +48,7 @@ def model():
     weights = jax.jit(lambda key: params.init(cfg, jnp.float32, key))(jax.random.key(0))
     # Larger embeddings than at the start of a training, so that the next token depends on the text.
     weights = weights.replace(embed=weights.embed * 50, lm_head=weights.lm_head * 50)
-    return cfg, params.place(weights, cfg, make_mesh(), SINGLE)
+    return cfg, weights
 
 
 class Harness:
@@ -58,7 +57,9 @@ class Harness:
     def __init__(self, **options):
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 16, "decode_window": 4}
         config = EngineConfig(**(sizes | {"compilation_cache": None, "progress": False} | options))
-        self.engine = Engine(*model(), config)
+        cfg, weights = model()
+        mesh = make_mesh(config.dp, config.ep, config.tp)
+        self.engine = Engine(cfg, params.place(weights, cfg, mesh, make_layout(cfg, config)), config)
         self.engine.deliver = self._deliver
         self.events = queue.SimpleQueue()
         self.ended = {}

@@ -39,6 +39,18 @@ def test_each_text_equals_its_solo_run(harness, mixed, solo, seqs, pages):
         assert stats.preemptions > 0
 
 
+def test_preemption_on_several_ranks(harness, mixed, solo):
+    want = expected(solo, harness, mixed)
+    layout = {"dp": 2, "ep": 2, "tp": 2}
+    h = harness(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=176, num_pages=48, **layout)
+    before = h.free()
+    assert h.run(mixed()) == want
+    assert h.free() == before
+    stats = h.engine.stats()
+    assert stats.preemptions > 0 and stats.compiles_after_ready == 0
+    assert min(stats.tokens_by_rank) > 0 and sum(stats.tokens_by_rank) == stats.scheduled_tokens
+
+
 def test_solo_runs_have_all_endings(harness, mixed, solo):
     want = expected(solo, harness, mixed)
     assert {reason for _, reason in want.values()} == {"stop", "length"}

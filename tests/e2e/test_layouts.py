@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen_spmd.mesh.axes import make_mesh
+from qwen_spmd.mesh.topology import axis_order
 from qwen_spmd.serve.engine import Engine
 from qwen_spmd.serve.request import Request, SamplingParams
 from qwen_spmd.serve.sizes import EngineConfig
+from qwen_spmd.serve.start import make_route
 
 SIZES = {"max_num_batched_tokens": 64, "block_size": 16, "max_model_len": 96, "decode_window": 4}
 LENGTHS = (1, 3, 40, 17, 2, 33, 5, 64, 9, 21, 12)
@@ -91,6 +94,16 @@ def poison(engine):
     engine._steps.state = state
 
 
+def check_load(engine):
+    """Each MoE layer has counted every computed token once for each of its experts, none for padding."""
+    load, moe = engine._steps.state.load, engine.cfg.moe
+    if moe is None:
+        assert load is None
+    else:
+        of_layers = np.asarray(load).sum((0, 2))
+        assert of_layers.tolist() == [engine.stats().scheduled_tokens * moe.experts_per_token] * engine.cfg.num_layers
+
+
 def requests(vocabulary):
     rng = np.random.default_rng(0)
     out = []
@@ -112,6 +125,7 @@ def answers(folder, vocabulary, **options):
         assert (stats.kv_usage, stats.slot_usage, stats.running) == (0, 0, 0)
         for blocks in served.engine._scheduler.blocks:
             blocks.check([])
+        check_load(served.engine)
     finally:
         served.close()
     assert alone["alone"] == together["2"]
@@ -133,7 +147,8 @@ def single(oracle):
 @pytest.mark.parametrize(("model", "sizes"), [case(*c) for c in CASES])
 def test_every_layout_gives_the_tokens_of_one_device(oracle, single, model, sizes):
     o = oracle(model)
-    assert answers(o.folder, o.cfg.vocab_size, max_num_seqs=8, **sizes) == single(model)
+    limits = {"max_num_seqs": 9, "max_num_batched_tokens": 63} if sizes.get("ep") == 3 else {"max_num_seqs": 8}
+    assert answers(o.folder, o.cfg.vocab_size, **limits, **sizes) == single(model)
 
 
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
@@ -163,3 +178,40 @@ def test_two_devices_give_the_tokens_of_transformers(oracle, model, sizes):
     finally:
         served.close()
     assert tokens == {str(length): o.npz[f"p{length}/greedy_ids"].tolist() for length in (5, 65, 257)}
+
+
+@pytest.mark.parametrize(
+    ("options", "route"),
+    [
+        ({"moe_route": "all_to_all"}, {"kind": "all_to_all"}),
+        ({"moe_wire": "fp8", "moe_chunks": 2}, {"wire": "float8_e4m3fn", "chunks": 2}),
+        ({"moe_reduce": "hierarchical"}, {"reduce": "hierarchical", "micro_batches": 2, "cube": axis_order(8)}),
+    ],
+    ids=["all_to_all", "fp8 in chunks", "hierarchical"],
+)
+def test_programs_take_the_route_that_is_asked_for(options, route):
+    got = make_route(make_mesh(1, 8, 1), EngineConfig(ep=8, **options))
+    assert {name: getattr(got, name) for name in route} == route
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ep": 8, "max_num_seqs": 12}, "max_num_seqs is 12, it must be a multiple of the 8 ranks, such as 8 or 16"),
+        ({"ep": 8, "num_pages": 4}, "num_pages is 4, it must be a multiple of the 8 ranks, such as 8"),
+        (
+            {"ep": 8, "max_num_seqs": 16, "max_num_batched_tokens": 8},
+            "max_num_batched_tokens is 8, .*max_num_seqs .16",
+        ),
+        ({"ep": 2, "num_pages": 4, "max_model_len": 256}, "max_model_len is 256, .* lower it, or raise num_pages .4"),
+        ({"ep": 16, "tp": 2}, "ep . tp is 32, it must be at most the 16 experts"),
+        ({"ep": 8, "tp": 3}, "tp is 3, .*; valid sizes are 1, 2$"),
+        ({"dp": 9}, "mesh: dp=9 ep=1 tp=1 needs 9 devices, there are 8"),
+        ({"tp": 2, "moe_route": "all_to_all"}, "moe_route is 'all_to_all', with ep=1 nothing travels"),
+    ],
+)
+def test_what_does_not_fit_is_refused(oracle, options, said):
+    o = oracle("qwen3_5_moe")
+    config = EngineConfig(dtype="float32", compilation_cache=None, progress=False, block_size=16, **options)
+    with pytest.raises(ValueError, match=said):
+        Engine.load(o.folder, config)

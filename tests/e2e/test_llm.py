@@ -190,7 +190,36 @@ def test_calls_from_threads_take_turns(llm):
 
 
 def test_params_of_another_dtype_are_refused_and_change_nothing(llm):
-    old = llm.params
+    held, old = llm.engine.weights, llm.params
     with pytest.raises(ValueError, match=r"norm is float"):
         llm.params = old.replace(norm=old.norm.astype("float16"))
-    assert llm.params is old
+    assert llm.engine.weights is held
+
+
+def test_on_several_devices(llm):
+    """Looking inside and changing parameters is the same on a mesh."""
+    limits = SIZES | {"max_num_seqs": 8, "ep": 4, "tp": 2}
+    with LLM(dtype="float32", compilation_cache=None, progress=False, **limits) as many:
+        assert many.generate(PROMPT, GREEDY)[0].tokens == llm.generate(PROMPT, GREEDY)[0].tokens
+        np.testing.assert_allclose(many.logits(PROMPT), llm.logits(PROMPT), atol=1e-3)
+        here, there = llm.trace(PROMPT), many.trace(PROMPT)
+        np.testing.assert_allclose(there.hidden, here.hidden, atol=1e-3)
+        np.testing.assert_array_equal(there.routing.experts_TX, here.routing.experts_TX)
+
+        def without(llm, expert):
+            block = llm.params.blocks[0]
+            ffn = block.ffn.replace(w_down=block.ffn.w_down.at[:, expert].set(0))
+            return llm.params.replace(blocks=(block.replace(ffn=ffn), *llm.params.blocks[1:]))
+
+        expert, old = int(here.routing.experts_TX[0, 0, 0]), (llm.params, many.params)
+        llm.params, many.params = without(llm, expert), without(many, expert)
+        np.testing.assert_allclose(many.logits(PROMPT), llm.logits(PROMPT), atol=1e-3)
+        assert np.abs(many.logits(PROMPT) - here_logits(llm, old[0])).max() > 1e-2
+        with pytest.raises(ValueError, match="lm_head is missing"):
+            many.params = many.params.replace(lm_head=None)
+
+
+def here_logits(llm, params):
+    """Logits with these parameters, which stay."""
+    llm.params = params
+    return llm.logits(PROMPT)

@@ -58,7 +58,8 @@ def test_sglangs_names_are_aliases():
 
 def test_the_engine_gets_what_is_set_under_its_own_names():
     auto = dict.fromkeys(("dtype", "moe_route", "moe_wire"), "auto")
-    assert parse([]).engine_options() == auto | {"state_dtype": "float32", "memory_utilization": 0.9}
+    fixed = {"state_dtype": "float32", "memory_utilization": 0.9, "moe_reduce": "xla", "moe_chunks": 1}
+    assert parse([]).engine_options() == auto | fixed
     argv = ["--num-gpu-blocks-override", "5", "--max-num-queued-reqs", "4", "--port", "3"]
     assert parse(argv).engine_options().items() >= {"num_pages": 5, "max_queue": 4}.items()
     assert "port" not in parse(argv).engine_options()
@@ -76,12 +77,11 @@ def test_the_engine_gets_what_is_set_under_its_own_names():
         (["-dp=4", "-tp=2", "--enable-expert-parallel"], {"ep": 4, "tp": 2}),
         (["-tp", "8", "--enable-expert-parallel"], {"tp": 8}),
         (["--layout", "dp_ep", "-tp", "2"], {"tp": 2}),
-        (["--num-redundant-experts", "3"], {"redundant_experts": 3}),
     ],
 )
 def test_sizes_of_the_mesh(argv, sizes):
     args = parse(argv)
-    names = ("dp", "ep", "tp", "redundant_experts")
+    names = ("dp", "ep", "tp")
     assert {name: n for name, n in args.engine_options().items() if name in names} == sizes
 
 
@@ -134,6 +134,8 @@ def test_where_node_0_is(argv, master):
         (["--node-rank", "1"], ["--node-rank is 1, it must be below --nnodes, which is 1"]),
         (["--nnodes=2", "--master-addr=h", "--layout=single"], ["--layout single is one device, --nnodes is 2"]),
         (["--master-addr", "h:x"], ["--master-addr is 'h:x', it must be HOST or HOST:PORT"]),
+        (["--master-addr", "[::1]29501"], ["--master-addr is '[::1]29501', it must be HOST or HOST:PORT"]),
+        (["--master-addr", "[::1"], ["--master-addr is '[::1', it must be HOST or HOST:PORT"]),
         (["--master-addr", "h:70000"], ["--master-addr is 'h:70000'"]),
         (["--master-addr", ":5"], ["--master-addr is ':5'"]),
         (["--master-addr", "h:5", "--master-port", "6"], ["given twice", "h:5", "6"]),

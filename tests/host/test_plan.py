@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from qwen_spmd import params
-from qwen_spmd.mesh.rules import SINGLE, layout
+from qwen_spmd.mesh.rules import SINGLE, layout, named
 from qwen_spmd.plan import presets
 from qwen_spmd.plan.__main__ import main
 from qwen_spmd.plan.hardware import CHIPS, topology
@@ -24,7 +24,7 @@ FLAGSHIP, HOST = "qwen3.5-397b-a17b", "tpu7x:2x2x1"
 
 
 def flagship(**changes) -> Case:
-    cfg = presets.model_config(FLAGSHIP)
+    cfg = dataclasses.replace(presets.model_config(FLAGSHIP), mtp=False)  # as it is served
     return dataclasses.replace(Case(cfg, topology(HOST), "dp_ep", 1, 9216, 64, weight_dtype=FP8), **changes)
 
 
@@ -50,7 +50,7 @@ def test_preset_has_the_size_of_its_name(name):
 def test_a_model_may_be_a_folder(tmp_path):
     (tmp_path / "config.json").write_text((presets.MODELS_DIR / "qwen3-8b.json").read_text())
     assert presets.model_config(str(tmp_path)) == presets.model_config("Qwen3-8B")
-    for wrong in ("qwen9", "/no/such/folder", str(tmp_path / "config.json")):
+    for wrong in ("qwen9", "/no/such/folder", "~nouser/x", str(tmp_path / "config.json")):
         with pytest.raises(ValueError, match=f"model is '{wrong}'.*qwen3-8b"):
             presets.model_config(wrong)
 
@@ -139,14 +139,14 @@ def test_what_does_not_fit_says_what_would(capsys):
     """Sixteen bits are 31 GiB a core too much; each remedy that is named is one."""
     case = flagship(weight_dtype="bfloat16")
     assert memory(case).free < 0
-    named = remedies(case)  # and not: smaller steps, split heads, fewer requests, which are not enough
-    weight_dtype, more = named
+    ways = remedies(case)  # and not: smaller steps, split heads, fewer requests, which are not enough
+    weight_dtype, more = ways
     assert "--weight-dtype float8_e4m3fn" in weight_dtype and "--topology tpu7x:2x2x2" in more
     argv = ["--model", FLAGSHIP, "--topology", HOST, "--isl", "8192", "--osl", "1024"]
     assert main(argv) == 1
     err = capsys.readouterr().err
     assert f"does not fit: {-memory(case).free / 2**30:.2f} GiB a device too much" in err and all(
-        r in err for r in named
+        r in err for r in ways
     )
     assert main([*argv, "--weight-dtype", FP8]) == 0
     assert main([*argv[:2], "--topology", "tpu7x:2x2x2"]) == 0
@@ -157,6 +157,36 @@ def test_what_does_not_fit_says_what_would(capsys):
     fewer = next(r for r in remedies(crowded) if "--concurrency" in r)
     n = int(fewer.split()[-1])
     assert memory(dataclasses.replace(crowded, concurrency=n), temporaries=memory(crowded).temporaries).free >= 0
+
+
+@pytest.mark.parametrize(
+    "chips, name, tp, flags",
+    [
+        ("h200:8", "single", 1, ["--layout dp_ep", "--layout tp_ep"]),
+        ("h200:4", "dp_ep", 1, ["--tp 2", "--layout tp_ep"]),
+        ("h200:4", "tp_ep", 4, ["--layout dp_ep --tp 2", "--topology h200:8 --tp 1"]),
+    ],
+)
+def test_another_layout_is_a_remedy(chips, name, tp, flags, capsys):
+    """What is said is all that is to be changed."""
+    crowded = {"single": 64, "dp_ep": 32, "tp_ep": 64}[name]
+    case = Case(presets.model_config("qwen3-235b-a22b"), topology(chips), name, tp, 9216, crowded)
+    assert memory(case).free < 0
+    said = [way.partition(", ")[2].partition(":")[0] if "topology" not in way else way for way in remedies(case)]
+    argv = ["--model", "qwen3-235b-a22b", "--topology", chips, "--layout", name, "--tp", str(tp)]
+    argv += ["--concurrency", str(crowded)]
+    assert main(argv) == 1
+    assert "no single change" not in capsys.readouterr().err
+    for flag in flags:
+        assert any(flag in way for way in said), (flag, said)
+
+
+def test_tp_is_of_dp_ep_only():
+    assert named("dp_ep", 8, tp=2) == {"dp": 1, "ep": 4, "tp": 2}
+    assert named("tp_ep", 8) == named("tp_ep", 8, tp=8) == {"dp": 1, "ep": 1, "tp": 8}
+    for name, tp, allowed in (("single", 2, "1"), ("single", 8, "1"), ("tp_ep", 2, "1 or the 8 devices")):
+        with pytest.raises(ValueError, match=f"tp is {tp}, with layout {name} it must be {allowed};"):
+            named(name, 8, tp=tp)
 
 
 def test_cases_that_make_no_sense_are_refused():
@@ -254,6 +284,46 @@ def test_reduce_scatter_goes_between_cores_first():
     ids = 1024 * 10 * 8
     assert block.core == pytest.approx(60 * (2 * 4 * 2**20 + ids / 2))
     assert block.network == pytest.approx(60 * (2 * 3 * 2**20 + ids * 3 / 8))
+
+
+def wide(chips: str, route: str, wire: str = "auto", tokens: float = 128) -> Block:
+    """Collectives of the flagship, whose rows have 10 experts and 4096 values, with a rank on each device."""
+    case = flagship(topology=topology(chips))
+    a = Assumptions(moe_route=route, moe_wire=wire)  # type: ignore[arg-type]
+    r = Roofline(case.cfg, case.layout, case.topology, weight_dtype=FP8, assumptions=a)
+    return {b.name: b for b in r.blocks(decode(tokens, 1))}["collectives"]
+
+
+def test_all_to_all_sends_a_row_to_the_ranks_that_it_reaches():
+    """8.7 of 32, one of them itself and one the other core of its chip; what tells them where to goes to all."""
+    reached = 32 * (1 - (31 / 32) ** 10)
+    assert reached == pytest.approx(8.7, rel=0.01)
+    for wire, values, ids in (("auto", 4096 * 4, 20 * 4), ("fp8", 4096 * 3, 21 * 4)):
+        block = wide("tpu7x:2x2x4", "all_to_all", wire)
+        received = 60 * 128 * (reached * values + 32 * ids)
+        assert block.network == pytest.approx(received * 30 / 32)
+        assert block.core == pytest.approx(received / 32)
+
+
+def test_gathered_rows_in_8_bits():
+    """Half of the way there, and a scale more for each row; the sums come back in 16."""
+    block = wide("gb200:64", "gather_scatter", "fp8")
+    assert block.network == pytest.approx(60 * 128 * 63 * (4096 * 3 + 21 * 4))
+
+
+def test_auto_is_the_route_that_the_server_takes():
+    assert wide("tpu7x:2x2x4", "auto") == wide("tpu7x:2x2x4", "all_to_all")
+    # Too few rows to be worth a wait; too few ranks; a platform that would send empty room.
+    assert wide("tpu7x:2x2x4", "auto", tokens=2) == wide("tpu7x:2x2x4", "gather_scatter", tokens=2)
+    assert wide(HOST, "auto") == wide(HOST, "gather_scatter")
+    assert wide("gb200:64", "auto") == wide("gb200:64", "gather_scatter")
+    assert wide("gb200:64", "all_to_all").network == pytest.approx(wide("gb200:64", "gather_scatter").network)
+
+
+def test_published_figures_are_of_gathered_rows():
+    seconds, rate = bounds(PUBLISHED).decode_rate(64, 1024 + 8192 / 2)
+    assert PUBLISHED.moe_route == "gather_scatter"
+    assert (round(seconds * 1e3, 2), round(rate)) == (16.44, 973)
 
 
 def test_no_collectives_on_one_device_and_none_over_a_switch_that_is_not_there():
@@ -403,6 +473,10 @@ def test_what_a_wrong_flag_says(capsys, monkeypatch):
         (["h200:1", "--layout", "single", "--isl", "0"], "isl is 0, it must be at least 1"),
         (["h200:1", "--layout", "single", "--hbm-efficiency", "2"], "hbm is 2.0, a share"),
         (["h200:8", "--tp", "3"], "tp is 3, it must divide the 8 devices"),
+        (["h200:8", "--tp", "2", "--layout", "single"], "tp is 2, with layout single it must be 1"),
+        (["h200:8", "--tp", "2", "--layout", "tp_ep"], "tp is 2, with layout tp_ep it must be 1 or the 8 devices"),
+        (["h200:8", "--moe-route", "all_to_all"], "moe_route is 'all_to_all', with ep=1 nothing travels"),
+        (["h200:8", "--moe-wire-dtype", "fp8"], "moe_wire is 'fp8', with ep=1 nothing travels"),
     ):
         with pytest.raises(SystemExit) as stop:
             main([*argv, *wrong])
@@ -411,6 +485,30 @@ def test_what_a_wrong_flag_says(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([*argv, HOST, "--compile"])
     assert "pip install libtpu" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_all_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    argv = ["--model", "qwen3-8b", "--topology", "h200:8", "--json"]
+    for wrong in ("/nonexistent/x.json", str(tmp_path), str(tmp_path / "file" / "x.json"), "x" * 300):
+        with pytest.raises(SystemExit) as stop:
+            main([*argv, wrong])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == "" and len(err.splitlines()) == 1
+        assert f"json is '{wrong}', it must be a file" in err
+
+
+def test_routes_are_printed_with_what_is_taken_for_granted(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    argv = ["--model", "qwen3-235b-a22b", "--topology", "h200:8", "--json", str(file)]
+    assert main(argv) == 0
+    assert "moe_route auto, moe_wire auto" in capsys.readouterr().out
+    assert main([*argv, "--moe-route", "gather_scatter", "--moe-wire-dtype", "fp8"]) == 0
+    assert "moe_route gather_scatter, moe_wire fp8" in capsys.readouterr().out
+    assert json.loads(file.read_text())["assumptions"]["moe_wire"] == "fp8"
+    for wrong in ({"moe_route": "ring"}, {"moe_wire": "int4"}):
+        with pytest.raises(ValueError, match="it must be one of auto"):
+            Assumptions(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -52,6 +52,7 @@ class Stats:
     running: int = 0
     waiting: int = 0
     running_by_rank: tuple[int, ...] = (2, 1)
+    tokens_by_rank: tuple[int, ...] = (40, 30)
     rank_imbalance: float = 1.5
     expert_imbalance: float = 1.25
     kv_usage: float = 0.25

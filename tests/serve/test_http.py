@@ -558,6 +558,7 @@ def test_metrics(start):
     values |= {"qwen_spmd:step_tokens_total": 70, "qwen_spmd:padding_tokens_total": 30, "qwen_spmd:steps_total": 7}
     assert {name: metric(live, name) for name in values} == values
     assert [metric(live, "qwen_spmd:rank_requests_running", rank=rank) for rank in "01"] == [2, 1]
+    assert [metric(live, "qwen_spmd:rank_tokens_total", rank=rank) for rank in "01"] == [40, 30]
 
 
 # Around the API
