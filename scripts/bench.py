@@ -106,6 +106,7 @@ def host(args: argparse.Namespace) -> dict[str, float]:
     from qwen_spmd.mesh.axes import make_mesh
     from qwen_spmd.mesh.rules import SINGLE
     from qwen_spmd.serve.blocks import Blocks
+    from qwen_spmd.serve.packed import pack
     from qwen_spmd.serve.request import Request
     from qwen_spmd.serve.scheduler import Scheduler
     from qwen_spmd.serve.sizes import EngineConfig, choose
@@ -134,11 +135,11 @@ def host(args: argparse.Namespace) -> dict[str, float]:
     while (plan := timed("schedule", scheduler.schedule)) is not None:
         if plan.iterations:
             windows.append(plan)
-            timed("pack", lambda plan=plan: steps.pack(plan))
+            timed("pack", lambda plan=plan: pack(plan))
         timed("commit", lambda plan=plan: scheduler.commit(plan, tokens))
     for plan in windows:
         # Without live rows the program ends at once, so that a device that works in this thread does not count.
-        empty = steps.pack(dataclasses.replace(plan, kv_len_B=np.zeros_like(plan.kv_len_B)))
+        empty = pack(dataclasses.replace(plan, kv_len_B=np.zeros_like(plan.kv_len_B)))
         timed("dispatch", lambda empty=empty: steps.run(empty)).block_until_ready()
     return {name: statistics.median(each) for name, each in times.items()}
 

@@ -23,6 +23,7 @@ from qwen_spmd.config import ModelConfig
 from qwen_spmd.model import Trace
 from qwen_spmd.params import Params
 from qwen_spmd.serve.blocks import Blocks
+from qwen_spmd.serve.packed import pack
 from qwen_spmd.serve.replica import Leader, Step
 from qwen_spmd.serve.request import FinishReason, Request
 from qwen_spmd.serve.scheduler import Output, Scheduler, StepPlan
@@ -265,7 +266,7 @@ class Engine:
             plan = None if self._stopping else self._scheduler.schedule()
             outputs, self._undelivered = self._undelivered, []
         if plan is not None:
-            packed, look = self._steps.pack(plan), self._expert_load.due()
+            packed, look = pack(plan), self._expert_load.due()
             if self._replica is not None:
                 self._replica.broadcast(Step(packed.key, packed.iterations, packed.words, look))
             with self._dispatch:

@@ -14,7 +14,6 @@ import functools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.model import DEFAULT_ROUTE, Trace
 from qwen_spmd.pallas import impl_for
 from qwen_spmd.params import Params
-from qwen_spmd.serve.packed import Key, Packed, num_words, pack, unpack
-from qwen_spmd.serve.scheduler import StepPlan
+from qwen_spmd.serve.packed import Key, Packed, num_words, unpack
 from qwen_spmd.serve.sizes import Shapes
 from qwen_spmd.state import FROM_SLOT, Batch, ModelState, Ragged
 
@@ -47,7 +45,6 @@ NO_TOKEN = -1
 
 STOP_CHECK = 4
 """Iterations of a window between two looks at whether any rank has a live row: that takes a collective."""
-
 
 COMPILER_OPTIONS = {
     # Otherwise 16-bit expert weights get another tiling within the program than outside of it: a copy of all of them.
@@ -97,16 +94,19 @@ class Steps:
         self.state = jax.jit(zeros, out_shardings=jax.tree.map(lambda s: s.sharding, declared))()
         self._iterations = [self._put(np.int32(n), P()) for n in range(self.shapes.window + 1)]
         self._copy = None if declared.load is None else jax.jit(jnp.copy).lower(declared.load).compile()
-        first, *keys = [*reversed(self.shapes.windows), *self.shapes.ragged]
+        keys: list[Key] = [*reversed(self.shapes.windows), *self.shapes.ragged]
         with (
-            tqdm(total=1 + len(keys), desc="compile", unit="program", disable=not progress) as bar,
+            tqdm(total=len(keys), desc="compile", unit="program", disable=not progress) as bar,
             ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
-            build = lambda key: self.build(self.lower(key))  # noqa: E731
-            early = [] if self._formats_chosen else [build(first)]
-            for key, program in zip([first, *keys], chain(early, pool.map(build, [first, *keys][len(early) :]))):
-                self._programs[key] = program
+
+            def add(key: Key) -> None:
+                self._programs[key] = self.build(self.lower(key))
                 bar.update()
+
+            if not self._formats_chosen:
+                add(keys.pop(0))
+            list(pool.map(add, keys))
         self.weights = jax.tree.map(_lay_out, self.weights, self._formats)
 
     def build(self, lowered: Any) -> Any:
@@ -133,14 +133,10 @@ class Steps:
         places = [self._formats, *(jax.tree.map(lambda x: x.sharding, x) for x in args[1:])]
         return jax.jit(program, donate_argnums=1, in_shardings=tuple(places)).lower(*args)
 
-    def pack(self, plan: StepPlan) -> Packed:
-        """What `run` takes, of a plan; the same on every process."""
-        return pack(plan)
-
     def run(self, packed: Packed) -> jax.Array:
-        """Dispatch a step. Returns the sampled tokens, int32 [ranks, B, iterations], NO_TOKEN where there is none.
+        """Dispatch what `pack` made of a plan. Returns the sampled tokens, int32 [ranks, B, iterations].
 
-        Every process must run the same steps in the same order; each gets all tokens.
+        NO_TOKEN where there is none. Every process must run the same steps in the same order; each gets all tokens.
         """
         inputs = [self._put(packed.words, P(RANKS))]
         if packed.iterations:
