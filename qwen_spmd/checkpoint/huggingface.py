@@ -268,7 +268,7 @@ def stored(folder: Path) -> Callable[[Piece], np.ndarray]:
     def read(piece: Piece) -> np.ndarray:
         held = tensors.get(piece.name)
         if held is None or held.dtype not in DTYPES:
-            raise ValueError(f"{folder}: {piece.name} is {held and held.dtype}, it must be of {', '.join(DTYPES)}")
+            raise ValueError(f"{folder}: holds no {piece.name} in {', '.join(DTYPES)}")
         return held.map()
 
     return read

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -21,7 +22,7 @@ from qwen_spmd.checkpoint.pieces import Window
 
 MANIFEST, JOURNAL = "qwen_spmd.json", "qwen_spmd_unfinished.jsonl"
 MARKS = (MANIFEST, JOURNAL, f"{MANIFEST}.new", f"{JOURNAL}.new")
-"""All that is not of the model. A run that was killed while it wrote one of the first two leaves one of the others."""
+"""The files that are not the model's. The last two are left by a run that was killed while it wrote one."""
 VERSION = 1
 HEAD = ("source", "identity", "to", "dtype")
 FIELDS = {
@@ -83,18 +84,16 @@ def read(folder: Path) -> dict[str, Any] | None:
     if version != VERSION:
         raise ValueError(f"{path}: version is {version!r}, supported is {VERSION}")
     if odd := [key for key, kind in FIELDS.items() if not isinstance(manifest.get(key), kind)]:
-        raise ValueError(
-            f"{path}: not a manifest of this package ({odd[0]} is {manifest.get(odd[0])!r}, it must be of type "
-            f"{FIELDS[odd[0]].__name__})"
-        )
+        raise ValueError(f"{path}: not a manifest of this package (missing, or of another type: {', '.join(odd)})")
     if manifest["to"] not in FORMATS:
         raise ValueError(f"{path}: to is {manifest['to']!r}, it must be one of {', '.join(FORMATS)}")
     return manifest
 
 
-def digest(folder: Path) -> str:
-    """Of the manifest, and so of all that its checksums cover."""
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+def digest(made: Mapping[str, Any]) -> str:
+    """Of the arrays and the config that a manifest describes; not of when and how they were written."""
+    content = [made["pieces"], made["files"].get("config.json")]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
@@ -110,17 +109,16 @@ class Journal:
     """
 
     def __init__(self, folder: Path, head: dict[str, Any]):
-        """`head` has HEAD. ValueError for a folder that holds anything else already, or that another one is using."""
+        """`head` has HEAD. ValueError for a folder that holds anything else, or where another conversion is running."""
         self._path, self._head = folder / JOURNAL, head
-        blank = not folder.exists() or (
-            folder.is_dir() and {file.name for file in folder.iterdir()} <= {JOURNAL, f"{JOURNAL}.new"}
-        )
+        # A run that was killed before its first line leaves no more than these.
+        first = {JOURNAL, f"{JOURNAL}.new"}
+        blank = not folder.exists() or (folder.is_dir() and {file.name for file in folder.iterdir()} <= first)
         if not blank and not self._path.is_file():
             raise ValueError(f"{folder}: exists already, give a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         self._locked = _open(self._path)
         try:
-            # A run that was killed before its first line leaves nothing else.
             new = blank and not self._path.stat().st_size
             old, self.done = (head, {}) if new else _journal(self._path)
             if odd := [key for key in HEAD if key != "source" and old[key] != head[key]]:

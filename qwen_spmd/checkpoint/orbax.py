@@ -64,7 +64,7 @@ def open_source(folder: Path, cfg: ModelConfig, dtype: Any, manifest: Mapping[st
         read=read,
         tensors={name: Tensor(t[0], t[1], tuple(t[2]), t[3]) for name, t in manifest["tensors"].items()},
         left_out=manifest["left_out"],
-        identity=functools.partial(digest, folder),
+        identity=functools.partial(digest, manifest),
     )
 
 

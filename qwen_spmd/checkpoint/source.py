@@ -22,9 +22,9 @@ def open_source(folder: Path, cfg: ModelConfig, dtype: Any) -> Source:
 def identity(folder: Path) -> str:
     """A digest by which nodes see that they have the same model. ValueError for an unfinished conversion.
 
-    It is of the manifest of arrays, which has the checksum of each piece, and else what `huggingface.identity` has.
+    It is of the checksums in the manifest, and else what `huggingface.identity` has: nodes need the same format.
     """
     made = manifest.read(folder)
     if made is not None and made["to"] == "orbax":
-        return manifest.digest(folder)
+        return manifest.digest(made)
     return huggingface.identity(folder)

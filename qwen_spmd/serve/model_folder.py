@@ -20,7 +20,10 @@ def model_folder(
     """
     if name is None:
         return MODEL_DIR
-    folder = Path(name).expanduser()
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:
+        raise ValueError(f"model is {name!r}: there is no such user") from None
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -453,6 +453,88 @@ def test_lost_pieces_are_made_again(oracle, tmp_path, monkeypatch):
     same_shards(load(folder), load(source))
 
 
+class Killed(BaseException):
+    """As if by a signal: nothing that tidies up after errors sees it."""
+
+
+def kill_at(m, name):
+    """A run ends between writing a file under another name and giving it its name."""
+    replace = Path.replace
+
+    def killed(self, target):
+        if self.name == f"{name}.new":
+            raise Killed
+        return replace(self, target)
+
+    m.setattr(Path, "replace", killed)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_killed_at_the_manifest(oracle, tmp_path, monkeypatch, to):
+    """What is left of it is not taken for a file of the model."""
+    folder, source = tmp_path / "new", oracle("qwen3").folder
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        kill_at(m, MANIFEST)
+        convert(source, folder, to)
+    assert (folder / f"{MANIFEST}.new").exists() and not (folder / MANIFEST).exists()
+    convert(source, folder, to)
+    assert not any(name.endswith(".new") for name in json.loads((folder / MANIFEST).read_text())["files"])
+    assert checkpoint.verify(folder, progress=False) > 10
+
+
+def test_killed_before_the_first_line(oracle, tmp_path, monkeypatch):
+    folder, source = tmp_path / "new", oracle("qwen3").folder
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        kill_at(m, JOURNAL)
+        convert(source, folder)
+    assert {file.name for file in folder.iterdir()} == {JOURNAL, f"{JOURNAL}.new"}
+    assert (folder / JOURNAL).read_bytes() == b""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / f"{JOURNAL}.new").touch()
+    for left in (folder, tmp_path / "other"):
+        convert(source, left)
+        assert checkpoint.verify(left, progress=False) > 10
+
+
+@pytest.mark.parametrize("content", ["", '{"source": "a', "{}\n", "[]\n", "?\n"])
+def test_broken_journal(oracle, tmp_path, content):
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "file").touch()
+    (folder / JOURNAL).write_text(content)
+    for call in (load_of(oracle), lambda f: checkpoint.verify(f, progress=False), checkpoint.identity):
+        assert f"{folder / JOURNAL}: does not say what was being converted" in refusal(call, folder)
+    assert "does not say what was being converted" in refusal(convert, oracle("qwen3").folder, folder)
+    assert (folder / JOURNAL).read_text() == content
+
+
+def load_of(oracle):
+    return lambda folder: checkpoint.load(folder, oracle("qwen3").cfg, dtype="bfloat16", progress=False)
+
+
+def test_one_conversion_at_a_time(oracle, tmp_path, monkeypatch):
+    """Another one into the folder is refused as long as the first runs: started, resumed, and until it has finished."""
+    folder, source, refused = tmp_path / "new", oracle("qwen3").folder, []
+
+    def second(self, *args, real):
+        refused.append(refusal(convert, source, folder))
+        real(self, *args)
+        if len(refused) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        for name in ("write", "finish"):
+            real = getattr(orbax.Arrays, name)
+            m.setattr(orbax.Arrays, name, lambda self, *args, real=real: second(self, *args, real=real))
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, folder)
+        report = convert(source, folder)
+    assert report.reused == 1 and len(refused) == report.pieces + 2  # the piece at which it stopped was made twice
+    assert set(refused) == {f"{folder}: another conversion into it is running"}
+    same_shards(load(folder), load(source))
+    assert "exists already" in refusal(convert, source, folder)
+
+
 # ------------------------------------------------------------------------------------------------ checked, refused
 
 
@@ -484,6 +566,63 @@ def test_verify_finds(converted, tmp_path, to, file, named, how):
     message = refusal(checkpoint.verify, folder, progress=False)
     # What holds the others together is refused before they are looked at.
     assert str(folder) in message and (named in message or (how != "flipped" and to == "huggingface"))
+
+
+def test_verify_names_all(converted, tmp_path):
+    """Also a tensor that has another name or dtype in the header, together with what else differs."""
+    folder = tmp_path / "new"
+    shutil.copytree(converted("qwen3", "huggingface"), folder)
+    file = folder / "model-00001-of-00003.safetensors"
+    content = file.read_bytes()
+    for old, new in [
+        (b'"model.layers.0.self_attn.q_norm', b'"model.layers.0.self_attn.x_norm'),
+        (b'"BF16"', b'"I16" '),
+    ]:
+        assert old in content
+        content = content.replace(old, new, 1)
+    file.write_bytes(content)
+    (folder / "config.json").write_text("{}")
+    message = refusal(checkpoint.verify, folder, progress=False)
+    assert f"{folder}: 3 pieces or files are not what was written: " in message
+    assert "model.layers.0.self_attn.q_norm.weight[0:32]" in message and "config.json" in message
+
+
+def test_array_of_another_rank(converted, tmp_path):
+    folder = tmp_path / "new"
+    shutil.copytree(converted("qwen3"), folder)
+    meta = folder / "params" / "embed" / ".zarray"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"shape": [512], "chunks": [64]}))
+    assert "params/embed/.zarray" in refusal(checkpoint.verify, folder, progress=False)
+    assert "params/embed: not a whole array" in refusal(load, folder)
+
+
+def test_identity(oracle, converted, tmp_path):
+    """The same for the same files elsewhere, another one when a value or the config differs."""
+    seen = set()
+    for folder, files in [
+        (oracle("qwen3").folder, ["config.json", "model-00002-of-00003.safetensors"]),
+        (converted("qwen3"), []),
+        (converted("qwen3", "huggingface"), ["config.json"]),
+    ]:
+        copy = tmp_path / str(len(seen))
+        shutil.copytree(folder, copy)
+        whole = checkpoint.identity(copy)
+        assert whole == checkpoint.identity(folder) and len(whole) == 64 and int(whole, 16)
+        seen.add(whole)
+        for name in files:
+            content = (copy / name).read_bytes()
+            (copy / name).write_bytes(content + b"\n" if name.endswith("json") else content[:-1] + b"?")
+            assert checkpoint.identity(copy) not in seen
+            (copy / name).write_bytes(content)
+    again, made = tmp_path / "again", json.loads((converted("qwen3") / MANIFEST).read_text())
+    shutil.copytree(converted("qwen3"), again)
+    for change, same in [
+        ({"files": made["files"] | {"params/_CHECKPOINT_METADATA": "0" * 64}}, True),  # it has the time of writing
+        ({"files": made["files"] | {"config.json": "0" * 64}}, False),
+        ({"pieces": made["pieces"][1:]}, False),
+    ]:
+        (again / MANIFEST).write_text(json.dumps(made | change))
+        assert (checkpoint.identity(again) == checkpoint.identity(converted("qwen3"))) == same
 
 
 def test_missing_chunks_are_not_zeros(converted, tmp_path):
@@ -540,9 +679,14 @@ def test_other_formats(converted, tmp_path):
         (json.dumps(good | {"version": 9}), "version is 9, supported is 1"),
         ("{", "not a manifest"),
         ("[]", "not a manifest"),
+        ('{"version": 1}', "not a manifest of this package (missing, or of another type: to, dtype, num_bytes, leaves"),
+        (json.dumps(good | {"pieces": None}), "(missing, or of another type: pieces)"),
+        (json.dumps(good | {"to": "onnx"}), "to is 'onnx', it must be one of orbax, huggingface"),
     ]:
         (folder / MANIFEST).write_text(content)
         assert message in refusal(load, folder)
+        if content != json.dumps(bad):
+            assert message in refusal(checkpoint.verify, folder, progress=False)
 
 
 def test_wrong_config(oracle, converted):
@@ -586,6 +730,20 @@ def test_script(oracle, tmp_path):
         ((source, tmp_path / "new"), "convert.py: "),
         ((source,), "give SOURCE and DEST"),
         ((tmp_path / "none", tmp_path / "x"), "no such folder"),
+        ((source, "/proc/x1"), "convert.py: /proc/x1: "),
+        ((source, SCRIPT / "x"), f"convert.py: {SCRIPT / 'x'}: Not a directory"),
     ]:
         done = run(SCRIPT, *args)
         assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_disk_error(oracle, tmp_path):
+    """One sentence, and then the conversion goes on from there."""
+    source, folder = oracle("qwen3").folder, tmp_path / "new"
+    args = [sys.executable, SCRIPT, source, folder, "--to", "huggingface"]
+    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", *args]
+    done = subprocess.run(list(map(str, limited)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr == f"convert.py: {folder}: File too large\n"
+    done = run(*args[1:])
+    assert done.returncode == 0 and "from an earlier run, written and verified" in done.stdout
+    assert tensors(folder) == tensors(source)
