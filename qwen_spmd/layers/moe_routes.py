@@ -23,7 +23,8 @@ from qwen_spmd.mesh.collectives import Reduce, reduce_scatter
 from qwen_spmd.mesh.topology import Hypercube, hypercube
 from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas import Impl
-from qwen_spmd.pallas.grouped_mlp import few_rows_mlp, grouped_mlp
+from qwen_spmd.pallas.few_rows_mlp import few_rows_mlp
+from qwen_spmd.pallas.grouped_mlp import grouped_mlp
 from qwen_spmd.params import Moe
 
 Kind = Literal["auto", "gather_scatter", "all_to_all"]

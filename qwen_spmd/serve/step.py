@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step programs: the only jit and shard_map.
+"""The step programs: the only jit and shard_map of the forward pass.
 
 Two kinds. A *ragged* step runs any mix of prefill chunks and decode rows and samples once for each sequence. A *window*
 is a `lax.while_loop` of up to N decode iterations with a stop flag for each row, so that the host is off the critical

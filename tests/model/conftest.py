@@ -109,3 +109,17 @@ class Runner:
 @pytest.fixture
 def runner():
     return Runner
+
+
+@pytest.fixture
+def same_shards():
+    def check(a, b):
+        """Two placed Params: shardings, and every device's shard bit by bit."""
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+            assert (x.dtype, x.shape, x.sharding) == (y.dtype, y.shape, y.sharding), path
+            for one, other in zip(x.addressable_shards, y.addressable_shards, strict=True):
+                assert (one.device, one.index) == (other.device, other.index)
+                np.testing.assert_array_equal(one.data, other.data, err_msg=jax.tree_util.keystr(path))
+
+    return check

@@ -463,19 +463,9 @@ LAYOUTS = [
 ]
 
 
-def same_shards(a, b):
-    """Two placed Params: shardings, and every device's shard bit by bit."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        assert (x.dtype, x.shape, x.sharding) == (y.dtype, y.shape, y.sharding), path
-        for one, other in zip(x.addressable_shards, y.addressable_shards, strict=True):
-            assert (one.device, one.index) == (other.device, other.index)
-            np.testing.assert_array_equal(one.data, other.data, err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.mark.parametrize("piece", [None, 9000], ids=["whole", "pieces"])
 @pytest.mark.parametrize(("name", "axes"), LAYOUTS, ids=lambda x: str(x))
-def test_layouts(oracle, monkeypatch, name, axes, piece):
+def test_layouts(oracle, monkeypatch, same_shards, name, axes, piece):
     """Each device has what it would get of the whole arrays, however small the pieces they are made of."""
     folder, cfg, _ = oracle(name)
     want = params_lib.place(load(folder, cfg), cfg, make_mesh(**axes), layout(cfg.dims(), **axes))

@@ -56,15 +56,6 @@ def text_tensors(folder):
     return {name: x for name, x in tensors(folder).items() if not name.startswith("model.visual.")}
 
 
-def same_shards(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        assert (x.dtype, x.shape, x.sharding) == (y.dtype, y.shape, y.sharding), path
-        for one, other in zip(x.addressable_shards, y.addressable_shards, strict=True):
-            assert (one.device, one.index) == (other.device, other.index)
-            np.testing.assert_array_equal(one.data, other.data, err_msg=jax.tree_util.keystr(path))
-
-
 def refusal(call, *args, **more) -> str:
     with pytest.raises(ValueError) as e:
         call(*args, **more)
@@ -97,7 +88,7 @@ def converted(oracle, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*ORACLES, "demo"])
-def test_there_and_back(oracle, tmp_path, small, name):
+def test_there_and_back(oracle, tmp_path, small, name, same_shards):
     source = MODEL_DIR if name == "demo" else oracle(name).folder
     there, back = tmp_path / "there", tmp_path / "back"
     report = convert(source, there)
@@ -170,7 +161,7 @@ def test_copied_head_and_unknown_mtp(oracle, tmp_path):
     assert tensors(tmp_path / "back").keys() == {n for n in disk if not n.startswith(("mtp.", "model.visual."))}
 
 
-def test_rounding_is_said(oracle, tmp_path):
+def test_rounding_is_said(oracle, tmp_path, same_shards):
     """float32 and float16 tensors of a bfloat16 model come back in its dtype, with the values that loading gives."""
     folder = oracle("qwen3").folder
     disk = load_file_all(folder)
@@ -187,7 +178,7 @@ def test_rounding_is_said(oracle, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["orbax", "huggingface"])
-def test_dtype(oracle, tmp_path, to):
+def test_dtype(oracle, tmp_path, to, same_shards):
     """In float32, and config.json says so; also from a format to the same one."""
     folder = oracle("qwen3_5_moe").folder
     report = convert(folder, tmp_path / "new", to, dtype="float32")
@@ -209,7 +200,7 @@ LAYOUTS = [{}, {"ep": 8}, {"ep": 3}, {"tp": 4}, {"ep": 4, "tp": 2}, {"dp": 2, "e
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("small_pieces", [False, True], ids=["whole", "pieces"])
-def test_layouts(oracle, converted, monkeypatch, axes, small_pieces):
+def test_layouts(oracle, converted, monkeypatch, axes, small_pieces, same_shards):
     """From Orbax as from Hugging Face, shard by shard; the oracle has 16 experts and 2 KV heads."""
     folder, cfg, _ = oracle("qwen3_5_moe")
     placed = {"mesh": make_mesh(**axes), "layout": layout(cfg.dims(), **axes)}
@@ -221,14 +212,14 @@ def test_layouts(oracle, converted, monkeypatch, axes, small_pieces):
 
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_single(oracle, converted, name, dtype):
+def test_single(oracle, converted, name, dtype, same_shards):
     same_shards(load(converted(name), dtype), load(oracle(name).folder, dtype))
     if name.startswith("qwen3_5"):
         assert load(converted(name), mtp=False).mtp is None
 
 
 @pytest.mark.parametrize("checkpointer", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
-def test_orbax_restores_it(oracle, tmp_path, small, checkpointer):
+def test_orbax_restores_it(oracle, tmp_path, small, checkpointer, same_shards):
     """Orbax itself, onto a mesh and without one."""
     folder, cfg, _ = oracle("qwen3_5")
     convert(folder, tmp_path / "there")
@@ -439,7 +430,7 @@ def test_every_piece_is_written_once(oracle, tmp_path, monkeypatch, small, to, s
     assert made == whole
 
 
-def test_lost_pieces_are_made_again(oracle, tmp_path, monkeypatch):
+def test_lost_pieces_are_made_again(oracle, tmp_path, monkeypatch, same_shards):
     """What the journal has and the disk does not, after a power cut say, is found at the end and then redone."""
     folder, source = tmp_path / "new", oracle("qwen3").folder
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
@@ -512,7 +503,7 @@ def load_of(oracle):
     return lambda folder: checkpoint.load(folder, oracle("qwen3").cfg, dtype="bfloat16", progress=False)
 
 
-def test_one_conversion_at_a_time(oracle, tmp_path, monkeypatch):
+def test_one_conversion_at_a_time(oracle, tmp_path, monkeypatch, same_shards):
     """Another one into the folder is refused as long as the first runs: started, resumed, and until it has finished."""
     folder, source, refused = tmp_path / "new", oracle("qwen3").folder, []
 

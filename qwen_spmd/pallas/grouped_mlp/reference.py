@@ -29,7 +29,7 @@ def grouped_mlp(
     def tile(i: jax.Array, y_TD: jax.Array) -> jax.Array:
         expert, _, start, length = tiles[i]
         x = jax.lax.dynamic_slice_in_dim(x_TD, start, size)
-        y = _swiglu(x, w_gate[layer, expert], w_up[layer, expert], w_down[layer, expert])
+        y = swiglu(x, w_gate[layer, expert], w_up[layer, expert], w_down[layer, expert])
         old = jax.lax.dynamic_slice_in_dim(y_TD, start, size)
         y = jnp.where((jnp.arange(size) < length)[:, None], y, old)
         return jax.lax.dynamic_update_slice_in_dim(y_TD, y, start, 0)
@@ -38,28 +38,7 @@ def grouped_mlp(
     return jax.lax.fori_loop(0, tiles.count, tile, y_TD)[:T]
 
 
-def few_rows_mlp(
-    x_TD: jax.Array,
-    own_TE: jax.Array,
-    gates_TE: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    layer: jax.Array,
-) -> jax.Array:
-    active_E = jnp.any(own_TE, 0)
-    first_E = jnp.argsort(~active_E, stable=True)  # the active ones, in order
-
-    def visit(i: jax.Array, y_TD: jax.Array) -> jax.Array:
-        e = first_E[i]
-        y = _swiglu(x_TD, w_gate[layer, e], w_up[layer, e], w_down[layer, e]).astype(jnp.float32)
-        return y_TD + jnp.where(own_TE[:, e, None], gates_TE[:, e, None] * y, 0)
-
-    y_TD = vary_like(jnp.zeros(x_TD.shape, jnp.float32), x_TD, own_TE, gates_TE, w_gate)
-    return jax.lax.fori_loop(0, jnp.sum(active_E), visit, y_TD)
-
-
-def _swiglu(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+def swiglu(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
     """Of one expert; weights are cast here, one expert at a time."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
