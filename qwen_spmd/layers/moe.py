@@ -13,6 +13,7 @@ from qwen_spmd.layers.mlp import mlp
 from qwen_spmd.layers.moe_routes import NOWHERE, Route, route_on, routed
 from qwen_spmd.mesh.axes import RANKS
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.router import router as top_experts
 from qwen_spmd.params import Moe
 
 __all__ = ["Route", "Routing", "moe", "moe_sequences", "route_on", "router"]
@@ -27,13 +28,10 @@ class Routing:
     logits_TE: jax.Array
 
 
-def router(p: Moe, l: jax.Array, x: jax.Array, cfg: MoeConfig) -> Routing:
-    """Softmax over all experts, then the top X; renormalised where the model does. Ties: the lower index."""
+def router(p: Moe, l: jax.Array, x: jax.Array, cfg: MoeConfig, impl: Impl) -> Routing:
     logits = einsum("...d,de->...e", x, p.w_router[l], out_dtype=jnp.float32)
-    gates, experts = jax.lax.top_k(jax.nn.softmax(logits), cfg.experts_per_token)
-    if cfg.norm_topk_prob:
-        gates = gates / gates.sum(-1, keepdims=True)
-    return Routing(experts.astype(jnp.int32), gates, logits)
+    experts, gates = top_experts(logits, cfg.experts_per_token, normalise=cfg.norm_topk_prob, impl=impl)
+    return Routing(experts, gates, logits)
 
 
 def moe(
@@ -44,7 +42,7 @@ def moe(
     Runs inside shard_map, on a rank's rows and a device's share of the weights; x must be typed as varying over `ep`.
     Padding rows (valid_T False) go to no expert and come back as zeros, whatever they hold.
     """
-    routing = router(p, l, x_TD, cfg)
+    routing = router(p, l, x_TD, cfg, impl)
     places_TX = jnp.where(valid_T[:, None], _places(p, l, routing.experts_TX), NOWHERE)
     gates_TX = jnp.where(valid_T[:, None], routing.gates_TX, 0)
     # Needs nothing that travels, so it can be computed meanwhile.
@@ -56,7 +54,7 @@ def moe(
 
 def moe_sequences(p: Moe, l: jax.Array, x_BTD: jax.Array, *, cfg: MoeConfig) -> tuple[jax.Array, Routing]:
     """The same for training, differentiable, on whole weights: every expert sees every row, the gates choose."""
-    routing = router(p, l, x_BTD, cfg)
+    routing = router(p, l, x_BTD, cfg, "reference")
     one_hot = jax.nn.one_hot(routing.experts_TX, cfg.num_experts, dtype=jnp.float32)
     gates_BTE = jnp.sum(one_hot * routing.gates_TX[..., None], -2).astype(x_BTD.dtype)
     h = jax.nn.silu(einsum("btd,edm->btem", x_BTD, p.w_gate[l])) * einsum("btd,edm->btem", x_BTD, p.w_up[l])

@@ -23,6 +23,8 @@ from qwen_spmd.mesh.collectives import Reduce, reduce_scatter
 from qwen_spmd.mesh.topology import Hypercube, hypercube
 from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.expert_sort import expert_sort
+from qwen_spmd.pallas.expert_sum import expert_sum
 from qwen_spmd.pallas.few_rows_mlp import few_rows_mlp
 from qwen_spmd.pallas.grouped_mlp import grouped_mlp
 from qwen_spmd.params import Moe
@@ -32,9 +34,9 @@ Kind = Literal["auto", "gather_scatter", "all_to_all"]
 NOWHERE = -1
 """The place of a padding row's experts."""
 
-FEW_ROWS = 4
+FEW_ROWS: dict[Impl, int] = {"reference": 4, "gpu": 0}
 """Up to so many rows, each expert that any of them goes to visits them all, and nothing is sorted: the smallest tile of
-sorted rows is as large. With 8 rows a CPU loses a sixth of its decode speed to this."""
+sorted rows is as large. With 8 rows a CPU loses a sixth of its decode speed to this. A GPU sorts in one launch."""
 
 LATENCY_BYTES = 1 << 20
 """Bytes that a link carries in the time that one more dependent exchange takes: some 10 us at 100 GB/s."""
@@ -110,7 +112,7 @@ def routed(
     ep = jax.lax.axis_size("ep")
     if ep == 1:
         part = _own_experts(p, l, x_TD, places_TX, gates_TX, impl)
-        return part.sums(), part.load_Q
+        return part.sums(impl), part.load_Q
     row_bytes = D * x_TD.dtype.itemsize
     kind = route.resolve(T, ep, places_TX.shape[1], row_bytes)
     through = _all_to_all if kind == "all_to_all" else _gather_scatter
@@ -130,7 +132,7 @@ def _gather_scatter(
     cuts = [T * i // min(route.chunks, T) for i in range(min(route.chunks, T) + 1)]
     sums = [
         reduce_scatter(
-            part.of(T, start, stop).sums().astype(x_TD.dtype),
+            part.of(T, start, stop).sums(impl).astype(x_TD.dtype),
             "ep",
             how=route.reduce,
             cube=route.cube,
@@ -162,13 +164,14 @@ def _all_to_all(
 
     wire_SD = _exchange(wire_TD[row_NT].reshape(N * T, D), sizes_N, from_N, route)
     part = _own_experts(p, l, _from_wire(wire_SD, scale_S1, x_TD.dtype), places_SX, gates_SX, impl)
-    back_SD = _exchange(part.sums().astype(x_TD.dtype), from_N, sizes_N, route)
+    back_SD = _exchange(part.sums(impl).astype(x_TD.dtype), from_N, sizes_N, route)
 
     slot_NT = jnp.cumsum(goes_NT, 1) - 1
     slot_TX = rank_TX * T + slot_NT[jnp.minimum(rank_TX, N - 1), jnp.arange(T)[:, None]]
     earlier_XX = jnp.tri(X, k=-1, dtype=bool)
     again_TX = jnp.any((rank_TX[:, :, None] == rank_TX[:, None, :]) & earlier_XX, -1)
-    return _sum_rows(back_SD, slot_TX, (rank_TX < N) & ~again_TX, jnp.ones_like(gates_TX)), part.load_Q
+    sums_TD = expert_sum(back_SD, slot_TX, (rank_TX < N) & ~again_TX, jnp.ones_like(gates_TX), impl=impl)
+    return sums_TD, part.load_Q
 
 
 def _exchange(x_SD: jax.Array, send_N: jax.Array, receive_N: jax.Array, route: Route) -> jax.Array:
@@ -233,18 +236,19 @@ class _Part:
             pos_TX=cut(self.pos_TX), own_TX=cut(self.own_TX), gates_TX=cut(self.gates_TX)
         )
 
-    def sums(self) -> jax.Array:
+    def sums(self, impl: Impl) -> jax.Array:
         """float32 [T, D]: each row's weighted sum of own experts."""
-        return _sum_rows(self.y_RD, self.pos_TX, self.own_TX, self.gates_TX)
+        return expert_sum(self.y_RD, self.pos_TX, self.own_TX, self.gates_TX, impl=impl)
 
 
 def _own_experts(p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, gates_TX: jax.Array, impl: Impl) -> _Part:
-    """Computes the rows of own places only. Others are not even read, but for few rows and to fill the last block."""
+    """Computes the rows of own places only. Others are not even read, but for few rows."""
     (T, X), Q = places_TX.shape, p.w_gate.shape[1]
     weights = (p.w_gate, p.w_up, p.w_down, l)
     local_TX = places_TX - jax.lax.axis_index(EXPERTS) * Q
     own_TX = (places_TX != NOWHERE) & (local_TX >= 0) & (local_TX < Q)
-    if T <= FEW_ROWS:
+    few = T <= FEW_ROWS[impl]
+    if few:
         own_TXQ = own_TX[..., None] & (local_TX[..., None] == jnp.arange(Q))
         gates_TQ = jnp.sum(jnp.where(own_TXQ, gates_TX[..., None], 0), 1)
         own_TQ = jnp.any(own_TXQ, 1)
@@ -253,34 +257,7 @@ def _own_experts(p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, ga
         load_Q = jnp.sum(own_TQ, 0, dtype=jnp.int32)
         return _Part(y_TD, jnp.arange(T)[:, None], any_T1, jnp.ones_like(any_T1, jnp.float32), load_Q)
 
-    places_R = jnp.where(own_TX, local_TX, Q).reshape(-1)  # R: T * X rows, those of own places first once sorted
-    R = T * X
-    order_R = jnp.argsort(places_R, stable=True)
-    load_Q = jnp.bincount(places_R, length=Q).astype(jnp.int32)  # rows of place Q, which are not here, do not count
-    ends_Q = jnp.cumsum(load_Q)
-    # Blocks with half as many rows again as a device's even share: one is enough unless the load is very uneven.
-    size = min(R, 8 * math.ceil(1.5 * R / jax.lax.axis_size(EXPERTS) / 8))
-    blocks = math.ceil(R / size)
-    order_R = jnp.pad(order_R, (0, blocks * size - R))
-
-    def block(i: jax.Array | int, y_RD: jax.Array) -> jax.Array:
-        start = i * size
-        rows = jax.lax.dynamic_slice_in_dim(order_R, start, size) // X
-        sizes_Q = jnp.clip(ends_Q - start, 0, size) - jnp.clip(ends_Q - load_Q - start, 0, size)
-        y = grouped_mlp(x_TD[rows], sizes_Q, *weights, impl=impl)
-        return y if blocks == 1 else jax.lax.dynamic_update_slice_in_dim(y_RD, y, start, 0)
-
-    y_RD = vary_like(jnp.zeros((blocks * size, x_TD.shape[1]), x_TD.dtype), x_TD, places_R, p.w_gate)
-    y_RD = block(0, y_RD) if blocks == 1 else jax.lax.fori_loop(0, (ends_Q[-1] + size - 1) // size, block, y_RD)
-    pos_TX = jnp.argsort(order_R[:R]).reshape(T, X)
-    return _Part(y_RD, pos_TX, own_TX, gates_TX, load_Q)
-
-
-def _sum_rows(y_RD: jax.Array, pos_TX: jax.Array, own_TX: jax.Array, gates_TX: jax.Array) -> jax.Array:
-    """float32 [T, D]: sum over x of gates * y[pos], where own. One x at a time: [T, X, D] is never in memory."""
-    y_TD = jnp.zeros((pos_TX.shape[0], y_RD.shape[1]), jnp.float32)
-    for x in range(pos_TX.shape[1]):
-        own_T1 = own_TX[:, x, None]
-        y = y_RD[jnp.where(own_T1[:, 0], pos_TX[:, x], 0)].astype(jnp.float32)
-        y_TD += jnp.where(own_T1, gates_TX[:, x, None] * y, 0)
-    return y_TD
+    order = expert_sort(jnp.where(own_TX, local_TX, NOWHERE), Q, impl=impl)
+    expected = math.ceil(T * X / jax.lax.axis_size(EXPERTS))
+    y_RD = grouped_mlp(x_TD, order.rows_R, order.sizes_E, *weights, expected=expected, impl=impl)
+    return _Part(y_RD, order.pos_TX, own_TX, gates_TX, order.sizes_E)

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device kernels, one folder per op: Pallas for TPU, jax-triton for NVIDIA GPUs, and the plain jnp reference of each.
 
-An op's `__init__` is its contract and dispatch, `reference` the oracle (also what a CPU runs), `cases` the named
-shapes that its parity test and the benchmark share. Kernels know nothing of models.
+An op's `__init__` is its contract and dispatch, `reference` the oracle (also what a CPU runs), `gpu` the Triton kernels
+and what launches them, `cases` the named shapes that its parity test and the benchmark share. Kernels know nothing of
+models.
 """
 
+import importlib.util
 from typing import Any, Literal
 
-Impl = Literal["reference"]
+Impl = Literal["reference", "gpu"]
 
 
 def impl_for(device: Any) -> Impl:
     """The implementation that a device of this platform runs."""
-    return "reference"
+    if device.platform not in ("gpu", "cuda"):
+        return "reference"
+    if importlib.util.find_spec("jax_triton") is None:
+        raise ModuleNotFoundError("kernels for NVIDIA GPUs need jax-triton: pip install 'qwen-spmd[gpu]'")
+    return "gpu"

@@ -18,12 +18,13 @@ from qwen_spmd.config import Moe as Config
 from qwen_spmd.layers import moe_routes
 from qwen_spmd.layers.mlp import mlp
 from qwen_spmd.layers.moe import Route, moe, moe_sequences, router
-from qwen_spmd.layers.moe_routes import FEW_ROWS, route_on
+from qwen_spmd.layers.moe_routes import route_on
 from qwen_spmd.mesh import placement
 from qwen_spmd.mesh.axes import RANKS, make_mesh
 from qwen_spmd.mesh.rules import SINGLE
 from qwen_spmd.params import Mlp, Moe
 
+FEW_ROWS = moe_routes.FEW_ROWS["reference"]
 CFG = Config(num_experts=8, experts_per_token=3, width=24, norm_topk_prob=True, shared_width=40)
 D, L, LAYER = 32, 2, jnp.int32(1)
 WEIGHTS = ("w_gate", "w_up", "w_down")
@@ -144,7 +145,7 @@ def test_moe(cfg, n):
 def test_router():
     """float32 logits from bfloat16 rows, renormalised weights, largest first."""
     p, x = weights(dtype=jnp.bfloat16), rows(16, jnp.bfloat16)
-    r = router(p, LAYER, x, CFG)
+    r = router(p, LAYER, x, CFG, "reference")
     assert (r.logits_TE.dtype, r.gates_TX.dtype, r.experts_TX.dtype) == (jnp.float32, jnp.float32, jnp.int32)
     want = np.asarray(x, np.float64) @ np.asarray(p.w_router[1], np.float64)
     np.testing.assert_allclose(r.logits_TE, want, atol=1e-5)  # not rounded to bfloat16 on the way
@@ -157,11 +158,11 @@ def test_router():
 def test_ties_go_to_the_lower_index():
     p = weights()
     p = p.replace(w_router=jnp.zeros_like(p.w_router))
-    r = router(p, LAYER, rows(4), CFG)
+    r = router(p, LAYER, rows(4), CFG, "reference")
     np.testing.assert_array_equal(r.experts_TX, [[0, 1, 2]] * 4)
     np.testing.assert_allclose(r.gates_TX, 1 / 3, atol=1e-6)
     twins = p.replace(w_router=p.w_router.at[..., 5].set(rows(1)[0]).at[..., 2].set(rows(1)[0]))
-    r = router(twins, LAYER, rows(1), CFG)
+    r = router(twins, LAYER, rows(1), CFG, "reference")
     np.testing.assert_array_equal(r.experts_TX, [[2, 5, 0]])
 
 
@@ -301,7 +302,7 @@ def test_null_experts(route):
 def test_permuted_and_copied_experts(sizes):
     """Experts anywhere, some several times, give what they give in order; their rows take turns over the copies."""
     mesh, p, (x, valid) = make_mesh(*sizes), weights(), data(sizes[1], 7)["uneven"]
-    count_E = np.bincount(router(p, LAYER, x[valid], CFG).experts_TX.reshape(-1), minlength=8)
+    count_E = np.bincount(router(p, LAYER, x[valid], CFG, "reference").experts_TX.reshape(-1), minlength=8)
     hot = int(np.argmax(count_E))
     shuffled = np.random.default_rng(0).permutation([*range(8), hot, hot, (hot + 1) % 8, *[placement.NULL] * 5])
     placed = placement.Placement(np.stack([np.roll(shuffled, 3), shuffled]))

@@ -21,6 +21,8 @@ from qwen_spmd.pallas.few_rows_mlp import cases as few_rows_mlp
 from qwen_spmd.pallas.gated_delta import cases as gated_delta
 from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
+from qwen_spmd.pallas.scaled import Scaled
+from qwen_spmd.pallas.triton import interpreted
 
 IMPLS = sorted({"reference", impl_for(jax.devices()[0])})
 
@@ -122,14 +124,15 @@ def check_gated_delta(x: gated_delta.Inputs, got, factor):
 
 
 def check_grouped_mlp(x: grouped_mlp.Inputs, got, factor):
-    want, l = np.zeros(x.x_TD.shape), x.layer
-    for t, e in enumerate(np.repeat(np.arange(len(x.sizes_E)), x.sizes_E)):
-        row = f64(x.x_TD[t])
-        h = silu(row @ f64(x.w_gate[l, e])) * (row @ f64(x.w_up[l, e]))
-        want[t] = h @ f64(x.w_down[l, e])
-    assert got.dtype == x.x_TD.dtype
-    close(got, want, factor, x.x_TD.shape[1])
-    assert not np.any(got[x.sizes_E.sum() :])
+    l, experts = x.layer, np.repeat(np.arange(len(x.sizes_E)), x.sizes_E)
+    want = np.zeros((len(experts), x.x_TD.shape[1]))
+    gate, up, down = (w.astype(np.float32) if isinstance(w, Scaled) else w for w in (x.w_gate, x.w_up, x.w_down))
+    for r, e in enumerate(experts):
+        row = f64(x.x_TD[x.rows_R[r]])
+        h = silu(row @ f64(gate[l, e])) * (row @ f64(up[l, e]))
+        want[r] = h @ f64(down[l, e])
+    assert got.dtype == x.x_TD.dtype and len(got) == len(x.rows_R)
+    close(got[: len(want)], want, factor, x.x_TD.shape[1])
 
 
 def check_few_rows_mlp(x: few_rows_mlp.Inputs, got, factor):
@@ -151,6 +154,8 @@ class Op(NamedTuple):
     """Of the tolerance, see `close`."""
     matters: tuple[str, ...]
     """Inputs of which no element that is not NaN may change by one per cent without failing the comparison."""
+    interpreted: tuple[str, ...] = ()
+    """Cases for which the GPU's kernels are interpreted in every run of the tests; `slow` has the others."""
 
 
 OPS = {
@@ -192,6 +197,23 @@ def run(module, impl, x):
 def test_parity(op, case, impl):
     x = op.cases.inputs(case)
     op.check(x, run(op.cases, impl, x), op.factor)
+
+
+def interpreted_cases():
+    for name, op in OPS.items():
+        for case in op.cases.CASES:
+            if op.interpreted and not case.full:
+                marks = () if case.name in op.interpreted else pytest.mark.slow
+                yield pytest.param(op, case, id=f"{name}: {case.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("op", "case"), list(interpreted_cases()))
+def test_parity_of_interpreted_gpu_kernels(op, case):
+    pytest.importorskip("triton")
+    x = op.cases.inputs(case)
+    with interpreted():
+        got = jax.tree.map(np.array, op.cases.run(x, "gpu"))
+    op.check(x, got, op.factor)
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS.values() for name in op.matters])

@@ -11,28 +11,38 @@ import jax
 
 from qwen_spmd.pallas import Impl
 from qwen_spmd.pallas.grouped_mlp import reference
+from qwen_spmd.pallas.scaled import Scaled
+
+Weights = jax.Array | Scaled
 
 
 def grouped_mlp(
     x_TD: jax.Array,
+    rows_R: jax.Array,
     sizes_E: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: Weights,
+    w_up: Weights,
+    w_down: Weights,
     layer: jax.Array,
     *,
+    expected: int,
     impl: Impl,
 ) -> jax.Array:
-    """(silu(x w_gate[e]) * (x w_up[e])) w_down[e], with e the expert of the row.
+    """y[r] = (silu(x[rows[r]] w_gate[e]) * (x[rows[r]] w_up[e])) w_down[e], with e the expert of r.
 
-    x_TD      rows sorted by expert: the first sizes[0] are expert 0's, then expert 1's, ...
-    sizes_E   int32, rows of each expert; their sum may be less than T
-    w_gate, w_up [L, E, D, M], w_down [L, E, M, D]: all layers' experts, in x's dtype or one that is cast to it (the
-    experts that are used only); `layer` int32 scalar, which of the L
+    rows_R    int32; the first sizes[0] are rows of x that go to expert 0, then those of expert 1, ...
+    sizes_E   int32, how many go to each expert; their sum may be less than R, what is beyond may hold anything
+    w_gate, w_up [L, E, D, M], w_down [L, E, M, D]: all layers' experts, in x's dtype, one that is cast to it, or
+    Scaled (of the experts that are used only); `layer` int32 scalar, which of the L
+    expected  about how many of the R are taken; static, a choice of tiles depends on it
 
-    Returns [T, D] in x's dtype; rows beyond the last expert's are zero, whatever x holds there. Products accumulate in
-    float32. Experts without rows cost nothing.
+    Returns [R, D] in x's dtype; rows beyond the last expert's hold anything. Products accumulate in float32, and silu's
+    product with up is rounded to x's dtype. Experts without rows cost nothing.
     """
     match impl:
         case "reference":
-            return reference.grouped_mlp(x_TD, sizes_E, w_gate, w_up, w_down, layer)
+            return reference.grouped_mlp(x_TD, rows_R, sizes_E, w_gate, w_up, w_down, layer, expected)
+        case "gpu":
+            from qwen_spmd.pallas.grouped_mlp import gpu
+
+            return gpu.grouped_mlp(x_TD, rows_R, sizes_E, w_gate, w_up, w_down, layer, expected)

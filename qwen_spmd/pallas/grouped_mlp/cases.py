@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named cases of the grouped SwiGLU, for the parity test and the benchmark: Qwen's shapes and ugly ones.
 
-Everything that the contract says has no influence is NaN: rows beyond the last expert's, weights of experts without
+Everything that the contract says has no influence is NaN: rows of x that no expert takes, weights of experts without
 rows and of other layers.
 """
 
@@ -16,12 +16,15 @@ import numpy as np
 from flax import struct
 
 from qwen_spmd.pallas import Impl
-from qwen_spmd.pallas.grouped_mlp import grouped_mlp
+from qwen_spmd.pallas.grouped_mlp import Weights, grouped_mlp
+from qwen_spmd.pallas.scaled import Scaled
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`used` of the `rows` are spread over the experts by `load`; None: all. `full`: too big for a CPU test.
+    """`used` of the `rows` places are spread over the experts by `load`; None: all. `full`: too big for a CPU test.
+
+    Each row of x has `per_row` places.
 
     uniform  each row's expert is drawn evenly, as a trained router spreads large batches
     zipf     the n-th busiest expert has 1/n of the busiest one's rows, in random order
@@ -34,11 +37,13 @@ class Case:
     rows: int
     load: Literal["uniform", "zipf", "even", "one", "ends"]
     used: int | None = None
+    per_row: int = 2
     experts: int = 16
     hidden: int = 64
     width: int = 32
     layers: int = 2
     dtype: str = "float32"
+    block: int | None = None
     full: bool = False
     notes: str = ""
 
@@ -48,15 +53,18 @@ class Inputs:
     """Arguments of the op."""
 
     x_TD: jax.Array
+    rows_R: jax.Array
     sizes_E: jax.Array
-    w_gate: jax.Array
-    w_up: jax.Array
-    w_down: jax.Array
+    w_gate: Weights
+    w_up: Weights
+    w_down: Weights
     layer: jax.Array
+    expected: int = struct.field(pytree_node=False)
 
 
 def run(x: Inputs, impl: Impl) -> jax.Array:
-    return grouped_mlp(x.x_TD, x.sizes_E, x.w_gate, x.w_up, x.w_down, x.layer, impl=impl)
+    weights = x.w_gate, x.w_up, x.w_down
+    return grouped_mlp(x.x_TD, x.rows_R, x.sizes_E, *weights, x.layer, expected=x.expected, impl=impl)
 
 
 def inputs(case: Case, seed: int = 0) -> Inputs:
@@ -67,15 +75,24 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     sizes_E = _sizes(case, used, rng)
 
     def weights(fan_in: int, fan_out: int) -> Any:
-        w: Any = np.full((case.layers, E, fan_in, fan_out), np.nan, dtype)
+        w: Any = np.full((case.layers, E, fan_in, fan_out), np.nan, dtype if case.block is None else jnp.float8_e4m3fn)
         for e in np.flatnonzero(sizes_E):
-            w[layer, e] = rng.standard_normal((fan_in, fan_out), np.float32) * fan_in**-0.5
-        return w
+            w[layer, e] = rng.standard_normal((fan_in, fan_out), np.float32) * (
+                fan_in**-0.5 if case.block is None else 1
+            )
+        if case.block is None:
+            return w
+        blocks = -(-fan_in // case.block), -(-fan_out // case.block)
+        scales = rng.uniform(0.5, 1.5, (case.layers, E, *blocks)).astype(np.float32) * fan_in**-0.5
+        scales[:, sizes_E == 0] = np.nan
+        return Scaled(w, scales)
 
-    x: Any = rng.standard_normal((case.rows, D), np.float32).astype(dtype)
-    x[used:] = np.nan
+    x: Any = rng.standard_normal((-(-case.rows // case.per_row) + 1, D), np.float32).astype(dtype)
+    x[-1] = np.nan  # nobody's row
+    rows_R: Any = rng.permutation(np.arange(case.rows, dtype=np.int32) // case.per_row)
+    rows_R[used:] = len(x) - 1
     index: Any = np.int32(layer)
-    return Inputs(x, sizes_E, weights(D, M), weights(D, M), weights(M, D), index)
+    return Inputs(x, rows_R, sizes_E, weights(D, M), weights(D, M), weights(M, D), index, max(1, used))
 
 
 def _sizes(case: Case, used: int, rng: np.random.Generator) -> Any:
@@ -110,6 +127,8 @@ CASES = (
     Case("a row short", 640, "zipf", used=639),
     Case("16 rows, bfloat16", 16, "zipf", used=13, dtype="bfloat16"),
     Case("640 rows, bfloat16", 640, "zipf", used=600, dtype="bfloat16"),
+    Case("640 rows, 8-bit weights", 640, "zipf", used=600, block=16, dtype="bfloat16"),
+    Case("8-bit weights, blocks cut short", 16, "uniform", hidden=64, width=24, block=16),
     Case("one expert of all", 16, "one", experts=1, notes="a rank with a single expert"),
     Case("three layers", 16, "zipf", layers=3),
     Case("Qwen3 width", 48, "uniform", experts=8, hidden=64, width=24, notes="4096 x 1536, no multiple of 1024"),
@@ -118,6 +137,7 @@ CASES = (
         for rows in (64, 512, 5120)
         for load in ("uniform", "zipf")
     ),
+    Case("Qwen3.5, EP=8, 640 rows, 8-bit weights", 640, "uniform", block=128, **_397B),
     Case("Qwen3.5, EP=8, 640 rows, one expert", 640, "one", **_397B),
     Case("Qwen3.5, EP=8, 80 of 5120 rows", 5120, "uniform", used=80, notes="room for the worst case", **_397B),
     *(Case(f"Qwen3, EP=8, {rows} rows, uniform", rows, "uniform", **_235B) for rows in (64, 1024)),

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas.pieces import cut
+from qwen_spmd.pallas.scaled import Scaled
+
+Weights = jax.Array | Scaled
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -19,30 +22,37 @@ def tile_rows(rows: int, experts: int) -> int:
 
 
 def grouped_mlp(
-    x_TD: jax.Array, sizes_E: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, layer: jax.Array
+    x_TD: jax.Array,
+    rows_R: jax.Array,
+    sizes_E: jax.Array,
+    w_gate: Weights,
+    w_up: Weights,
+    w_down: Weights,
+    layer: jax.Array,
+    expected: int,
 ) -> jax.Array:
-    T = x_TD.shape[0]
-    size = tile_rows(T, sizes_E.shape[0])
+    R, D = rows_R.shape[0], x_TD.shape[1]
+    size = tile_rows(expected, sizes_E.shape[0])
     tiles = cut(jnp.cumsum(sizes_E) - sizes_E, sizes_E, size)
-    x_TD = jnp.pad(x_TD, ((0, size), (0, 0)))
+    rows_R = jnp.pad(rows_R, (0, size))
 
-    def tile(i: jax.Array, y_TD: jax.Array) -> jax.Array:
+    def tile(i: jax.Array, y_RD: jax.Array) -> jax.Array:
         expert, _, start, length = tiles[i]
-        x = jax.lax.dynamic_slice_in_dim(x_TD, start, size)
+        x = x_TD[jax.lax.dynamic_slice_in_dim(rows_R, start, size)]
         y = swiglu(x, w_gate[layer, expert], w_up[layer, expert], w_down[layer, expert])
-        old = jax.lax.dynamic_slice_in_dim(y_TD, start, size)
+        old = jax.lax.dynamic_slice_in_dim(y_RD, start, size)
         y = jnp.where((jnp.arange(size) < length)[:, None], y, old)
-        return jax.lax.dynamic_update_slice_in_dim(y_TD, y, start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(y_RD, y, start, 0)
 
-    y_TD = vary_like(jnp.zeros_like(x_TD), x_TD, sizes_E, w_gate)
-    return jax.lax.fori_loop(0, tiles.count, tile, y_TD)[:T]
+    y_RD = vary_like(jnp.zeros((R + size, D), x_TD.dtype), x_TD, sizes_E, *jax.tree.leaves(w_gate))
+    return jax.lax.fori_loop(0, tiles.count, tile, y_RD)[:R]
 
 
-def swiglu(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+def swiglu(x: jax.Array, w_gate: Weights, w_up: Weights, w_down: Weights) -> jax.Array:
     """Of one expert; weights are cast here, one expert at a time."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
-    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    def dot(x: jax.Array, w: Weights) -> jax.Array:
         return jnp.dot(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
     return dot((jax.nn.silu(dot(x, w_gate)) * dot(x, w_up)).astype(x.dtype), w_down).astype(x.dtype)
