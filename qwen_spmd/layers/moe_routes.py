@@ -247,8 +247,7 @@ def _own_experts(p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, ga
     weights = (p.w_gate, p.w_up, p.w_down, l)
     local_TX = places_TX - jax.lax.axis_index(EXPERTS) * Q
     own_TX = (places_TX != NOWHERE) & (local_TX >= 0) & (local_TX < Q)
-    few = T <= FEW_ROWS[impl]
-    if few:
+    if FEW_ROWS[impl] >= T:
         own_TXQ = own_TX[..., None] & (local_TX[..., None] == jnp.arange(Q))
         gates_TQ = jnp.sum(jnp.where(own_TXQ, gates_TX[..., None], 0), 1)
         own_TQ = jnp.any(own_TXQ, 1)
