@@ -9,6 +9,7 @@ it. Not here: jit, shard_map, meshes, sampling.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,11 +28,13 @@ from qwen_spmd.layers.rope import angles
 from qwen_spmd.pallas import Impl
 from qwen_spmd.params import Attention, Block, GatedDelta, Mlp, Moe, Params
 from qwen_spmd.state import ModelState, Ragged
+from qwen_spmd.unstacked import is_unstacked, one_layer
 
 __all__ = ["Trace", "forward", "forward_sequences", "mtp_sequences", "unembed", "unembed_shared"]
 
 
 DEFAULT_ROUTE = Route()
+KINDS = ("attention", "gated_delta", "mlp", "moe")
 
 
 @struct.dataclass
@@ -76,9 +79,21 @@ def forward(
         x = x + y
         return (x, kv, conv, rec, load), (x, routing)
 
+    carry = (embed_shared(params, tokens_T), state.kv, state.conv, state.rec, state.load)
+    through = _unrolled if is_unstacked(params) else _scanned
+    (x, kv, conv, rec, load), seen = through(layer, params.blocks, carry, cfg, trace)
+    state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec, load=load)
+    return _norm(x, params.norm, cfg), state, seen
+
+
+def _scanned(
+    layer: Callable[..., Any], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig, trace: bool
+) -> tuple[tuple, Trace | None]:
+    """Loops over the periods of the pattern, and within over each run of equal layers: code for one of each kind."""
+
     def period(carry: tuple, i: jax.Array) -> tuple[tuple, Any]:
-        seen, before = [], {"attention": 0, "gated_delta": 0, "mlp": 0, "moe": 0}
-        for block, run in zip(params.blocks, cfg.runs, strict=True):
+        seen, before = [], dict.fromkeys(KINDS, 0)
+        for block, run in zip(blocks, cfg.runs, strict=True):
 
             def body(carry: tuple, j: jax.Array, block: Block = block, run: Run = run) -> tuple[tuple, Any]:
                 n, m = (i * (cfg.count(kind) // cfg.periods) + before[kind] + j for kind in (run.mixer, run.ffn))
@@ -91,10 +106,23 @@ def forward(
             seen.append(out)
         return carry, seen
 
-    carry = (embed_shared(params, tokens_T), state.kv, state.conv, state.rec, state.load)
-    (x, kv, conv, rec, load), seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
-    state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec, load=load)
-    return _norm(x, params.norm, cfg), state, _trace(seen) if trace else None
+    carry, seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
+    return carry, _trace(seen) if trace else None
+
+
+def _unrolled(
+    layer: Callable[..., Any], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig, trace: bool
+) -> tuple[tuple, Trace | None]:
+    """One layer after the other: code for each, and no copy of a layer's weights out of a stack."""
+    layer, seen, before = jax.jit(layer), [], dict.fromkeys(KINDS, 0)  # jit: each kind of layer is traced once
+    for i in range(cfg.num_layers):
+        run, l = cfg.place(i)
+        kinds = cfg.runs[run].mixer, cfg.runs[run].ffn
+        carry, out = layer(one_layer(blocks[run], l), *map(jnp.int32, (l, *(before[kind] for kind in kinds))), carry)
+        for kind in kinds:
+            before[kind] += 1
+        seen.append(out)
+    return carry, Trace(*jax.tree.map(lambda *xs: jnp.stack(xs), *seen)) if trace else None
 
 
 def forward_sequences(

@@ -30,6 +30,7 @@ from qwen_spmd.serve.scheduler import Output, Scheduler, StepPlan
 from qwen_spmd.serve.sizes import EngineConfig
 from qwen_spmd.serve.start import load, prepare
 from qwen_spmd.serve.step import CompileCounter, run_sequence
+from qwen_spmd.unstacked import stack
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +132,17 @@ class Engine:
 
     @property
     def weights(self) -> Params:
-        """The parameters. The next step uses what is assigned: the same tree, shapes, dtypes and shardings."""
-        return self._steps.weights
+        """The parameters. The next step uses what is assigned: the same tree, shapes, dtypes and shardings.
+
+        On a GPU, where each layer's matrices are arrays of their own, the stacks of them are copies.
+        """
+        return stack(self._steps.weights)
 
     @weights.setter
     def weights(self, weights: Params) -> None:
-        held, given = (dict(params.leaves_with_path(tree)) for tree in (self._steps.weights, weights))
+        held, given = (
+            dict(params.leaves_with_path(tree)) for tree in (jax.eval_shape(stack, self._steps.weights), weights)
+        )
         if odd := sorted(held.keys() ^ given.keys()):
             raise ValueError(f"weights: {odd[0]} is {'missing' if odd[0] in held else 'no parameter of this model'}")
         for path, old in held.items():
@@ -144,7 +150,7 @@ class Engine:
             if not hasattr(new, "shape") or (old.shape, old.dtype) != (new.shape, new.dtype):
                 what = f"{new.dtype}{list(new.shape)}" if hasattr(new, "shape") else repr(new)
                 raise ValueError(f"{path} is {what}, it must be {old.dtype}{list(old.shape)}")
-        self._steps.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.format), self.weights, weights)
+        self._steps.set_weights(weights)
 
     def run_sequence(self, tokens: Sequence[int]) -> tuple[jax.Array, Trace]:
         """float32 logits [T, V] and the trace of a sequence from its start, beside what is served. From any thread.

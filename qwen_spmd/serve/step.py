@@ -39,6 +39,7 @@ from qwen_spmd.params import Params
 from qwen_spmd.serve.packed import Key, Packed, num_words, unpack
 from qwen_spmd.serve.sizes import Shapes
 from qwen_spmd.state import FROM_SLOT, Batch, ModelState, Ragged
+from qwen_spmd.unstacked import is_unstacked, unstack, unstack_specs
 
 NO_TOKEN = -1
 """In a step's output: the sequence sampled nothing, since it had stopped or its prompt goes on."""
@@ -52,11 +53,16 @@ COMPILER_OPTIONS = {
 }
 """By platform."""
 
+UNROLLED = ("gpu", "cuda")
+"""Platforms whose programs have code for each layer and take apart the stacks of weights (`unstacked.py`)."""
+
 
 class Steps:
     """Compiled step programs of one model on one mesh. `run` is asynchronous; it consumes and replaces `state`.
 
     Nothing is allocated before `compile`, so with abstract weights the programs can be built for any mesh.
+
+    Where programs unroll the layers, `weights` is taken apart, and deleted (`unstacked.py`).
 
     The first program that is built chooses how the weights lie in memory, since a matrix that lies otherwise than the
     matrix unit wants it is copied in every step; `compile` begins with a decode window, and moves the weights.
@@ -76,10 +82,14 @@ class Steps:
         route: Route = DEFAULT_ROUTE,
     ):
         self.cfg, self.mesh, self.layout, self.shapes, self.route = cfg, mesh, layout, shapes, route
-        self.weights, self.rec_dtype = weights, jnp.dtype(rec_dtype)
+        self.rec_dtype = jnp.dtype(rec_dtype)
         self._specs = (params.specs(cfg, layout), state.specs(cfg, layout))
         self.abstract_state = self._on_mesh(shapes.state(cfg, dtype, rec_dtype, layout), self._specs[1])
         self._platform = mesh.devices.flat[0].platform
+        if self._platform in UNROLLED:
+            weights = unstack(weights, cfg, layout, donate=True)
+            self._specs = (unstack_specs(self._specs[0], cfg, layout), self._specs[1])
+        self.weights = weights
         # CPUs multiply out of any layout.
         auto = lambda x: x.sharding if self._platform == "cpu" else Format(MemoryLayout.AUTO, x.sharding)  # noqa: E731
         self._formats, self._formats_chosen = jax.tree.map(auto, weights), self._platform == "cpu"
@@ -108,6 +118,12 @@ class Steps:
                 add(keys.pop(0))
             list(pool.map(add, keys))
         self.weights = jax.tree.map(_lay_out, self.weights, self._formats)
+
+    def set_weights(self, weights: Params) -> None:
+        """What later steps use: the same tree as the constructor's, of the same shapes and dtypes."""
+        if self._platform in UNROLLED:
+            weights = unstack(weights, self.cfg, self.layout)
+        self.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.format), self.weights, weights)
 
     def build(self, lowered: Any) -> Any:
         """The compiled program of what `lower` gave. The first one's choice of layouts binds the later ones."""
@@ -296,7 +312,8 @@ def _sequence(
         of_first = lambda x: jax.lax.psum(jnp.where(first, x, 0), RANKS)  # noqa: E731
         return of_first(model.unembed_shared(weights, x)), jax.tree.map(of_first, trace)
 
-    in_specs = (params.specs(cfg, layout), P(), P())
+    specs = params.specs(cfg, layout)
+    in_specs = (unstack_specs(specs, cfg, layout) if is_unstacked(weights) else specs, P(), P())
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P())(weights, tokens_T, length)
 
 

@@ -42,3 +42,7 @@ def gated_delta(
     match impl:
         case "reference":
             return reference.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)
+        case "gpu":
+            from qwen_spmd.pallas.gated_delta import gpu
+
+            return gpu.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)

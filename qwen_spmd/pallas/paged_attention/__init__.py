@@ -33,3 +33,7 @@ def paged_attention(
     match impl:
         case "reference":
             return reference.paged_attention(q_TNH, k_TKH, v_TKH, kv, layer, rows)
+        case "gpu":
+            from qwen_spmd.pallas.paged_attention import gpu
+
+            return gpu.paged_attention(q_TNH, k_TKH, v_TKH, kv, layer, rows)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
+from jax.core import Tracer
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
@@ -92,21 +93,18 @@ def interpret(l: Launch) -> tuple[jax.Array, ...]:
         with _LOCK, _helpers_too():
             _repair_bfloat16()
             buffers = [np.array(a, order="C", copy=True) for a in arrays]
-            outputs = [None] * len(l.out)
-            for operand, output in l.alias.items():
-                outputs[output] = buffers[operand]
-            own = [_poison(o) for o in l.out]
-            outputs = [o if old is None else old for old, o in zip(outputs, own, strict=True)]
-            fresh = [o for i, o in enumerate(outputs) if i not in l.alias.values()]
+            same_as = {output: operand for operand, output in l.alias.items()}
+            outputs = [buffers[same_as[i]] if i in same_as else _poison(o) for i, o in enumerate(l.out)]
+            fresh = [o for i, o in enumerate(outputs) if i not in same_as]
             names = list(inspect.signature(l.kernel.fn).parameters)
             operands = [
                 _Tensor(b) if block is None else _descriptor(b, block) for b, block in zip(buffers, blocks, strict=True)
             ]
             bound = dict(zip(names, [*operands, *map(_Tensor, fresh)], strict=False))
             InterpretedFunction(l.kernel.fn)[l.grid](**bound, **l.constexprs)
-            return tuple(outputs)  # type: ignore[arg-type]
+            return tuple(outputs)
 
-    if any(isinstance(a, jax.core.Tracer) for a in arrays):
+    if any(isinstance(a, Tracer) for a in arrays):
         return tuple(jax.pure_callback(run, l.out, *arrays))
     return tuple(map(jnp.asarray, run(*(np.asarray(a) for a in arrays))))
 
@@ -182,6 +180,5 @@ def _repair_bfloat16() -> None:
             return ternary(self, a, b, c, op)
         return TensorHandle(_to_bfloat16(op(*(_to_float32(h.data) for h in (a, b, c)))), c.dtype.scalar)
 
-    InterpreterBuilder.create_dot = create_dot
-    InterpreterBuilder.binary_op = binary_op
-    InterpreterBuilder.ternary_op = ternary_op
+    for method in (create_dot, binary_op, ternary_op):
+        setattr(InterpreterBuilder, method.__name__, method)

@@ -105,7 +105,7 @@ def call(l: Launch, capability: int) -> tuple[jax.Array, ...]:
             *map(operand, l.operands),
             kernel=l.kernel,
             out_type=l.out,
-            grid=l.grid,
+            grid=l.grid,  # type: ignore[arg-type]
             name=l.kernel.__name__,
             num_warps=l.warps,
             num_stages=l.stages,
