@@ -64,18 +64,24 @@ def forward(
     ) -> tuple[tuple, tuple[jax.Array, Routing | None]]:
         """Layer `l` of the stack `block`, the model's n-th of its kind of mixer and, if it is MoE, m-th of these."""
         x, kv, conv, rec, load = carry
-        h = _norm(x, block.mixer_norm[l], cfg)
         if isinstance(block.mixer, Attention):
-            y, kv = attention(block.mixer, l, h, cos_sin, kv, n, rows, cfg=cfg, impl=impl)
+            with jax.named_scope("attention"):
+                h = _norm(x, block.mixer_norm[l], cfg)
+                y, kv = attention(block.mixer, l, h, cos_sin, kv, n, rows, cfg=cfg, impl=impl)
         else:
-            y, conv, rec = gated_delta(block.mixer, l, h, conv, rec, n, rows, cfg=cfg, impl=impl)
+            with jax.named_scope("gated_delta"):
+                h = _norm(x, block.mixer_norm[l], cfg)
+                y, conv, rec = gated_delta(block.mixer, l, h, conv, rec, n, rows, cfg=cfg, impl=impl)
         x = x + y
-        h = _norm(x, block.ffn_norm[l], cfg)
         if isinstance(block.ffn, Mlp):
-            y, routing = jax.lax.psum(mlp(block.ffn, l, h), "tp"), None
+            with jax.named_scope("mlp"):
+                h = _norm(x, block.ffn_norm[l], cfg)
+                y, routing = jax.lax.psum(mlp(block.ffn, l, h), "tp"), None
         else:
-            y, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
-            load = load.at[0, m].add(load_Q)
+            with jax.named_scope("moe"):
+                h = _norm(x, block.ffn_norm[l], cfg)
+                y, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
+                load = load.at[0, m].add(load_Q)
         x = x + y
         return (x, kv, conv, rec, load), (x, routing)
 

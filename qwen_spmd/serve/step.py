@@ -228,7 +228,10 @@ class Steps:
     ) -> tuple[ModelState, jax.Array, jax.Array]:
         """Sample for live sequences, and note token and stop in their slots. Returns (state, tokens, which stop)."""
         s, pos_B = batch.sampling, batch.kv_len_B
-        token_B = sample(model.unembed_shared(weights, hidden_BD), s, pos_B)
+        with jax.named_scope("unembed"):
+            logits_BV = model.unembed_shared(weights, hidden_BD)
+        with jax.named_scope("sample"):
+            token_B = sample(logits_BV, s, pos_B)
         stop_B = jnp.any(token_B[:, None] == s.stop_ids_B, -1) & (pos_B >= s.min_len_B)
         stop_B = (stop_B | (pos_B + 1 >= s.max_len_B)) & live_B
         slot_B = jnp.where(live_B, batch.write_slot_B, 0)
