@@ -18,7 +18,7 @@ SHAPES = Shapes(page_size=16, pages=4, slots=3, pages_per_seq=2, window=2, ragge
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("qwen3", (1, 1, 2)), ("qwen3_5_moe", (1, 2, 2))], ids=["tp=2", "ep=2 tp=2"]
+    ("name", "sizes"), [("qwen3", (1, 1, 2)), ("qwen3_5_moe", (1, 1, 1))], ids=["tp=2", "ep=2 tp=2"]
 )
 def test_unrolled_is_scanned(oracle, monkeypatch, name, sizes):
     cfg = oracle(name).cfg

@@ -20,7 +20,7 @@ from jax import ShapeDtypeStruct
 
 from qwen_spmd.mesh.vary import vary_like
 
-__all__ = ["Descriptor", "Launch", "ShapeDtypeStruct", "capability", "interpreted", "launch", "recorded", "target"]
+__all__ = ["Descriptor", "Launch", "ShapeDtypeStruct", "capability", "interpreted", "launch", "processors", "recorded", "target"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,11 @@ def launch(
 def capability() -> int:
     """Compute capability that kernels are configured and compiled for: 90 is Hopper, 100 Blackwell."""
     return _capability.get() or _of_first_gpu()
+
+
+def processors() -> int:
+    """Streaming multiprocessors of that GPU: how many persistent programs run at once, one on each."""
+    return {90: 132, 100: 148, 103: 148}.get(capability(), 132)
 
 
 @contextlib.contextmanager

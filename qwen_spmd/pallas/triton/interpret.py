@@ -44,11 +44,18 @@ _TYPES = {
 }
 
 
+class _DType(str):
+    """Triton's name of a dtype, with the size that tensor descriptors ask for."""
+
+    itemsize: int
+
+
 class _Tensor:
     """As much of a torch tensor as the interpreter's launcher asks for, over a numpy array that it works on."""
 
     def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, _TYPES[array.dtype.name]
+        self.array, self.dtype = array, _DType(_TYPES[array.dtype.name])
+        self.dtype.itemsize = array.itemsize
         self.shape = array.shape
 
     def data_ptr(self) -> int:

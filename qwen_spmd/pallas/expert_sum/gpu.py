@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted sums of experts' rows: a program gathers one row's X pieces of BLOCK_D columns and adds them in float32."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from qwen_spmd.pallas.triton import ShapeDtypeStruct, launch
+
+
+@triton.jit
+def weighted_sum(y, pos, own, gates, out, D: tl.constexpr, X: tl.constexpr, BLOCK_D: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for x in tl.static_range(X):
+        here = tl.load(own + t * X + x) != 0
+        place = tl.load(pos + t * X + x, mask=here, other=0).to(tl.int64)
+        gate = tl.load(gates + t * X + x, mask=here, other=0.0)
+        row = tl.load(y + place * D + d, mask=tl.where(here, d, D) < D, other=0.0)
+        total += gate * row.to(tl.float32)
+    tl.store(out + t * D + d, total, mask=d < D)
+
+
+def expert_sum(y_RD: jax.Array, pos_TX: jax.Array, own_TX: jax.Array, gates_TX: jax.Array) -> jax.Array:
+    (T, X), D = pos_TX.shape, y_RD.shape[1]
+    block = min(triton.next_power_of_2(D), 512 if T * D < 1 << 19 else 2048)
+    (y_TD,) = launch(
+        weighted_sum,
+        y_RD,
+        pos_TX,
+        own_TX.astype(jnp.int8),
+        gates_TX,
+        out=(ShapeDtypeStruct((T, D), jnp.float32),),
+        grid=(T, triton.cdiv(D, block)),
+        warps=max(1, min(8, block // 256)),
+        D=D,
+        X=X,
+        BLOCK_D=block,
+    )
+    return y_TD

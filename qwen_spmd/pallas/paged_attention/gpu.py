@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What paged attention launches on a GPU: the kernels of `kernels.py`, their work lists and tiles."""
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from qwen_spmd.pallas.paged_attention import kernels
+from qwen_spmd.pallas.triton import ShapeDtypeStruct, configs, launch, processors
+from qwen_spmd.state import Ragged
+
+
+def paged_attention(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    rows: Ragged,
+    *,
+    fixed_chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`fixed_chunk`: positions of a piece of a decode row's context. None: as many as keep all processors busy, which
+    depends on the batch, and with it the last bits of a row's result."""
+    if rows.one_token:
+        o, kv = _decode(q_TNH, k_TKH, v_TKH, kv, None, layer, rows, rows.kv_len_B, fixed_chunk)
+        return o, kv
+    kv = _write(k_TKH, v_TKH, kv, layer, rows)
+    o = _prefill(q_TNH, kv, jnp.zeros_like(q_TNH), layer, rows)
+    # After `_prefill` through `o`, so that the pages need not be copied for it.
+    len_B = jnp.where(rows.q_len_B == 1, rows.kv_len_B, 0)
+    return _decode(q_TNH, k_TKH, v_TKH, kv, o, layer, rows, len_B, fixed_chunk)
+
+
+def _sizes(q_TNH: jax.Array, kv: jax.Array, rows: Ragged) -> dict[str, int]:
+    B, pages = rows.pages_BP.shape
+    _, P, K, _, S, H = kv.shape
+    return {"P": P, "B": B, "N": q_TNH.shape[1], "K": K, "S": S, "H": H, "PAGES": pages} | {
+        "BLOCK_B": triton.next_power_of_2(B)
+    }
+
+
+def _limit(kv: jax.Array) -> float:
+    """What pages of eight bits saturate at; 0 for others."""
+    return float(jnp.finfo(kv.dtype).max) if kv.dtype.itemsize == 1 else 0.0
+
+
+def _write(k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, rows: Ragged) -> jax.Array:
+    T, K, H = k_TKH.shape
+    (kv,) = launch(
+        kernels.write,
+        k_TKH,
+        v_TKH,
+        rows.page_T,
+        rows.slot_T,
+        rows.valid_T.astype(jnp.int8),
+        layer,
+        kv,
+        out=(ShapeDtypeStruct(kv.shape, kv.dtype),),
+        alias={6: 0},
+        grid=(T,),
+        warps=1,
+        P=kv.shape[1],
+        K=K,
+        S=kv.shape[4],
+        H=H,
+        LIMIT=_limit(kv),
+    )
+    return kv
+
+
+def _prefill(q_TNH: jax.Array, kv: jax.Array, o_TNH: jax.Array, layer: jax.Array, rows: Ragged) -> jax.Array:
+    """Fills in the rows of sequences with several tokens."""
+    sizes = _sizes(q_TNH, kv, rows)
+    T, B, K, G = len(q_TNH), sizes["B"], sizes["K"], sizes["N"] // sizes["K"]
+    # A tile of as many rows as the sequences fill on average: verification of drafts has a few tokens each.
+    fill = triton.next_power_of_2(triton.cdiv(T, B) * G)
+    rule = {"block_m": min(max(fill, 16), 128), "block_n": 64, "warps": 8 if fill >= 128 else 4, "stages": 2}
+    c = configs.choose("paged_attention", "prefill", _shape_class(q_TNH, kv, f"{rule['block_m']} rows"), rule)
+    block_m, block_n = max(c["block_m"], triton.next_power_of_2(G)), c["block_n"]
+    if q_TNH.dtype == jnp.float32:
+        block_m, block_n = max(16, triton.next_power_of_2(G)), 16
+    tokens = block_m // G
+    tiles_B = jnp.where(rows.q_len_B > 1, (rows.q_len_B + tokens - 1) // tokens, 0)
+    (o_TNH,) = launch(
+        kernels.prefill,
+        q_TNH,
+        kv,
+        layer,
+        rows.q_start_B,
+        rows.kv_len_B,
+        jnp.cumsum(tiles_B).astype(jnp.int32),
+        rows.pages_BP,
+        o_TNH,
+        out=(ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype),),
+        alias={7: 0},
+        grid=((T // tokens + min(B, T)) * K,),
+        warps=c["warps"],
+        stages=c["stages"],
+        TOKENS=tokens,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        **sizes,
+    )
+    return o_TNH
+
+
+def _decode(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    kv: jax.Array,
+    o_TNH: jax.Array | None,
+    layer: jax.Array,
+    rows: Ragged,
+    len_B: jax.Array,
+    fixed_chunk: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sequences whose len_B is not 0. Without `o_TNH` to fill in, the rows of the others come out as zeros."""
+    sizes = _sizes(q_TNH, kv, rows)
+    P, B, N, K, S, H = (sizes[c] for c in "PBNKSH")
+    G = N // K
+    rule = {"block_n": 64 if H <= 128 else 32, "warps": 4, "stages": 3, "programs": 2, "pieces": 4}
+    c = configs.choose("paged_attention", "decode", _shape_class(q_TNH, kv, f"{B} sequences"), rule)
+    block = 16 if q_TNH.dtype == jnp.float32 else c["block_n"]
+    programs = processors() * c["programs"]
+    if fixed_chunk is None:
+        share = jnp.sum(len_B) * K // (programs * c["pieces"]) + 1
+        chunk = (jnp.maximum(share, 2 * block) + block - 1) // block * block
+        pieces = programs * c["pieces"] + K * B
+    else:
+        chunk = jnp.int32(fixed_chunk)
+        pieces = K * (min(P, B * sizes["PAGES"]) * S // fixed_chunk + B)
+    chunk = chunk.astype(jnp.int32)
+    chunks_B = jnp.where(len_B > 0, jnp.maximum((len_B - 1 + chunk - 1) // chunk, 1), 0)
+    ends_B = jnp.cumsum(chunks_B).astype(jnp.int32)
+    row_B = rows.q_start_B[:-1]
+    given = () if o_TNH is None else (o_TNH,)
+    kv, o_TNH, part_o, part_ms = launch(
+        kernels.decode,
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        kv,
+        layer,
+        row_B,
+        len_B,
+        ends_B,
+        chunk,
+        rows.pages_BP,
+        *given,
+        out=(
+            ShapeDtypeStruct(kv.shape, kv.dtype),
+            ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype),
+            ShapeDtypeStruct((pieces, G, H), jnp.float32),
+            ShapeDtypeStruct((pieces, G, 2), jnp.float32),
+        ),
+        alias={3: 0} | ({10: 1} if given else {}),
+        grid=(min(programs, pieces),),
+        warps=c["warps"],
+        stages=c["stages"],
+        LIMIT=_limit(kv),
+        PROGRAMS=min(programs, pieces),
+        BLOCK_M=max(16, triton.next_power_of_2(G)),
+        BLOCK_N=block,
+        **sizes,
+    )
+    (o_TNH,) = launch(
+        kernels.combine,
+        row_B,
+        len_B,
+        ends_B,
+        part_o,
+        part_ms,
+        o_TNH,
+        out=(ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype),),
+        alias={5: 0},
+        grid=(B, N),
+        warps=4,
+        N=N,
+        K=K,
+        H=H,
+        ZEROS=not given,
+        BLOCK_C=max(4, min(32, 4096 // H)),
+    )
+    return o_TNH, kv
+
+
+def _shape_class(q_TNH: jax.Array, kv: jax.Array, what: str) -> str:
+    return f"{kv.dtype.name} {q_TNH.shape[1]}/{kv.shape[2]} heads of {kv.shape[5]}, pages of {kv.shape[4]}, {what}"

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention in Triton: one query a sequence with the context split over programs, and tiles of many queries.
+
+Rows of a tile are (token, query head of one KV head), tokens first, so that the heads of a group share what is loaded.
+Positions of the context that nobody wrote may hold anything: where a tile can reach them, loads are masked.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MASKED = tl.constexpr(-1e30)  # finite: a tile that is masked as a whole must not give inf - inf
+
+
+@triton.jit
+def find(ends, i, B: tl.constexpr, BLOCK_B: tl.constexpr):
+    """(group of the i-th piece, its number within the group), of groups that end before piece `ends`."""
+    b = tl.arange(0, BLOCK_B)
+    end = tl.load(ends + b, mask=b < B, other=2147483647)
+    group = tl.sum((end <= i).to(tl.int32), 0)
+    first = tl.max(tl.where(b < group, end, 0), 0)
+    return group, i - first
+
+
+@triton.jit
+def slab(pages, layer, b, k, pos, P: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAGES: tl.constexpr):
+    """Number of the [S, H] slab of keys that holds position(s) `pos`, int64; that of values is the next one."""
+    page = tl.load(pages + b.to(tl.int64) * PAGES + pos // S).to(tl.int64)
+    return ((layer * P + page) * K + k) * 2
+
+
+@triton.jit
+def load_context(kv, pages, layer, b, k, pos, end, P: tl.constexpr, K: tl.constexpr, S: tl.constexpr, PAGES: tl.constexpr,
+                 H: tl.constexpr, ONE_PAGE: tl.constexpr, MASK: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Keys and values [BLOCK, H] of consecutive positions, of which those from `end` on are zeros if MASK."""
+    h = tl.arange(0, H)
+    if ONE_PAGE:
+        at = (slab(pages, layer, b, k, tl.min(pos, 0), P, K, S, PAGES) * S + pos % S) * H
+    elif MASK:
+        at = (slab(pages, layer, b, k, tl.minimum(pos, end - 1), P, K, S, PAGES) * S + pos % S) * H
+    else:
+        at = (slab(pages, layer, b, k, pos, P, K, S, PAGES) * S + pos % S) * H
+    at = at[:, None] + h[None, :]
+    if MASK:
+        written = (pos < end)[:, None]
+        keys = tl.load(kv + at, mask=written, other=0.0)
+        values = tl.load(kv + at + S * H, mask=written, other=0.0)
+    else:
+        keys = tl.load(kv + at)
+        values = tl.load(kv + at + S * H)
+    return keys.to(dtype), values.to(dtype)
+
+
+@triton.jit
+def accumulate(q, keys, values, seen, m, s, o, scale, MASK: tl.constexpr):
+    """A tile of online softmax, in powers of two: seen [M, BLOCK] are the positions that a row attends to."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    if MASK:
+        scores = tl.where(seen, scores, MASKED)
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    if MASK:
+        p = tl.where(seen, p, 0.0)
+    decay = tl.exp2(m - m_new)
+    s = s * decay + tl.sum(p, 1)
+    o = tl.dot(p.to(values.dtype), values, o * decay[:, None], input_precision="ieee")
+    return m_new, s, o
+
+
+@triton.jit
+def write(k_new, v_new, page_T, slot_T, valid_T, layer, kv, P: tl.constexpr, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr,
+          LIMIT: tl.constexpr):  # fmt: skip
+    """One row's keys and values of all heads into its page."""
+    t = tl.program_id(0).to(tl.int64)
+    if tl.load(valid_T + t) == 0:
+        return
+    page, slot = tl.load(page_T + t).to(tl.int64), tl.load(slot_T + t)
+    h = tl.arange(0, H)
+    for k in tl.static_range(K):
+        at = ((((tl.load(layer) * P + page) * K + k) * 2) * S + slot) * H + h
+        tl.store(kv + at, to_page(tl.load(k_new + (t * K + k) * H + h), kv.dtype.element_ty, LIMIT))
+        tl.store(kv + at + S * H, to_page(tl.load(v_new + (t * K + k) * H + h), kv.dtype.element_ty, LIMIT))
+
+
+@triton.jit
+def to_page(x, dtype: tl.constexpr, LIMIT: tl.constexpr):
+    """In the pages' dtype; eight bits saturate."""
+    if LIMIT > 0:
+        x = tl.clamp(x.to(tl.float32), -LIMIT, LIMIT)
+    return x.to(dtype)
+
+
+@triton.jit
+def decode(
+    q,
+    k_new,
+    v_new,
+    kv,
+    layer,
+    row_B,
+    len_B,
+    ends_B,
+    chunk,
+    pages,
+    o,
+    part_o,
+    part_ms,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    PAGES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Sequences with one new token. A piece of work is one KV head and `chunk` positions of a sequence.
+
+    ends_B are running sums of the sequences' numbers of chunks. The last chunk has the new token, which it takes from
+    its operands and writes into the page. A sequence of one chunk is done here, others by `combine`.
+    """
+    G: tl.constexpr = N // K
+    dtype: tl.constexpr = q.dtype.element_ty
+    scale = LOG2E / tl.sqrt(H * 1.0)
+    l, size = tl.load(layer).to(tl.int64), tl.load(chunk)
+    g, h, n = tl.arange(0, BLOCK_M), tl.arange(0, H), tl.arange(0, BLOCK_N)
+    for piece in range(tl.program_id(0), tl.load(ends_B + B - 1) * K, PROGRAMS):
+        k = piece % K
+        b, c = find(ends_B, piece // K, B, BLOCK_B)
+        row, length = tl.load(row_B + b).to(tl.int64), tl.load(len_B + b)
+        start, last = c * size, length - 1 <= (c + 1) * size
+        end = tl.minimum((c + 1) * size, length - 1)  # of what is in pages already
+        heads = (row * N + k * G + g)[:, None] * H + h[None, :]
+        queries = tl.load(q + heads, mask=(g < G)[:, None], other=0.0)
+        new_at = (row * K + k) * H + h
+        new_key = to_page(tl.load(k_new + new_at), kv.dtype.element_ty, LIMIT)
+        new_value = to_page(tl.load(v_new + new_at), kv.dtype.element_ty, LIMIT)
+        if last:
+            at = (slab(pages, l, b, k, length - 1, P, K, S, PAGES) * S + (length - 1) % S) * H + h
+            tl.store(kv + at, new_key)
+            tl.store(kv + at + S * H, new_value)
+        score = tl.sum(queries.to(tl.float32) * new_key.to(dtype).to(tl.float32)[None, :], 1) * scale
+        m = tl.where(last, score, MASKED)
+        s = tl.where(last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+        total = tl.where(last, new_value.to(tl.float32), 0.0)[None, :] + tl.zeros([BLOCK_M, H], tl.float32)
+        for first in range(start, end, BLOCK_N):
+            pos = first + n
+            keys, values = load_context(kv, pages, l, b, k, pos, end, P, K, S, PAGES, H, S % BLOCK_N == 0, True, dtype)
+            seen = (pos < end)[None, :] & (g >= 0)[:, None]
+            m, s, total = accumulate(queries, keys, values, seen, m, s, total, scale, True)
+        if length - 1 <= size:
+            tl.store(o + heads, (total / s[:, None]).to(dtype), mask=(g < G)[:, None])
+        else:
+            tl.store(part_o + (piece * G + g)[:, None] * H + h[None, :], total, mask=(g < G)[:, None])
+            tl.store(part_ms + (piece * G + g) * 2, m, mask=g < G)
+            tl.store(part_ms + (piece * G + g) * 2 + 1, s, mask=g < G)
+
+
+@triton.jit
+def combine(
+    row_B,
+    len_B,
+    ends_B,
+    part_o,
+    part_ms,
+    o,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One head of a sequence from its chunks, in their order. ZEROS: sequences without a token get zeros."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = N // K
+    k, g = head // G, head % G
+    c, h = tl.arange(0, BLOCK_C), tl.arange(0, H)
+    at = (tl.load(row_B + b).to(tl.int64) * N + head) * H + h
+    if tl.load(len_B + b) == 0:
+        if ZEROS:
+            tl.store(o + at, tl.zeros([H], o.dtype.element_ty))
+        return
+    end = tl.load(ends_B + b)
+    first = tl.load(ends_B + b - 1, mask=b > 0, other=0)
+    if end - first == 1:
+        return
+    m, s, total = tl.full([1], MASKED, tl.float32), tl.zeros([1], tl.float32), tl.zeros([H], tl.float32)
+    for start in range(first, end, BLOCK_C):
+        piece = ((start + c) * K + k) * G + g
+        live = start + c < end
+        m_c = tl.load(part_ms + piece * 2, mask=live, other=MASKED)
+        s_c = tl.load(part_ms + piece * 2 + 1, mask=live, other=0.0)
+        o_c = tl.load(part_o + piece[:, None] * H + h[None, :], mask=live[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_c, 0))
+        weight, decay = tl.exp2(m_c - m_new), tl.exp2(m - m_new)
+        s = s * decay + tl.sum(s_c * weight, 0)
+        total = total * decay + tl.sum(o_c * weight[:, None], 0)
+        m = m_new
+    tl.store(o + at, (total / s).to(o.dtype.element_ty))
+
+
+@triton.jit
+def prefill(
+    q,
+    kv,
+    layer,
+    q_start_B,
+    kv_len_B,
+    ends_B,
+    pages,
+    o,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    PAGES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """TOKENS queries of one sequence and KV head, whose keys and values are all in pages.
+
+    ends_B are running sums of the sequences' numbers of tiles. The last tiles have the longest contexts, so they begin.
+    """
+    G: tl.constexpr = N // K
+    dtype: tl.constexpr = q.dtype.element_ty
+    tiles = tl.load(ends_B + B - 1)
+    tile, k = tiles - 1 - tl.program_id(0) // K, tl.program_id(0) % K
+    if tile < 0:
+        return
+    scale = LOG2E / tl.sqrt(H * 1.0)
+    l = tl.load(layer).to(tl.int64)
+    b, i = find(ends_B, tile, B, BLOCK_B)
+    first_row, end_row = tl.load(q_start_B + b), tl.load(q_start_B + b + 1)
+    row = first_row + i * TOKENS
+    pos = tl.load(kv_len_B + b) - end_row + row  # of the tile's first token
+    count = tl.minimum(end_row - row, TOKENS)
+    r, h, n = tl.arange(0, BLOCK_M), tl.arange(0, H), tl.arange(0, BLOCK_N)
+    token = r // G
+    live = (token < count) & (r < TOKENS * G)
+    heads = ((row + token).to(tl.int64) * N + k * G + r % G)[:, None] * H + h[None, :]
+    queries = tl.load(q + heads, mask=live[:, None], other=0.0)
+    m = tl.full([BLOCK_M], MASKED, tl.float32)
+    s = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, H], tl.float32)
+    # Up to here, every row sees every position.
+    whole = (pos + 1) // BLOCK_N * BLOCK_N
+    for first in range(0, whole, BLOCK_N):
+        at = first + n
+        keys, values = load_context(kv, pages, l, b, k, at, whole, P, K, S, PAGES, H, S % BLOCK_N == 0, False, dtype)
+        m, s, total = accumulate(queries, keys, values, 0, m, s, total, scale, False)
+    end = pos + count
+    for first in range(whole, end, BLOCK_N):
+        at = first + n
+        keys, values = load_context(kv, pages, l, b, k, at, end, P, K, S, PAGES, H, S % BLOCK_N == 0, True, dtype)
+        seen = (at[None, :] <= (pos + token)[:, None]) & (at < end)[None, :]
+        m, s, total = accumulate(queries, keys, values, seen, m, s, total, scale, True)
+    total = total / tl.where(s == 0, 1.0, s)[:, None]
+    tl.store(o + heads, total.to(dtype), mask=live[:, None])
