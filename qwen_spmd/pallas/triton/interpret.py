@@ -98,7 +98,7 @@ def interpret(l: Launch) -> tuple[jax.Array, ...]:
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
         with _LOCK, _helpers_too():
-            _repair_bfloat16()
+            _repair()
             buffers = [np.array(a, order="C", copy=True) for a in arrays]
             same_as = {output: operand for operand, output in l.alias.items()}
             outputs = [buffers[same_as[i]] if i in same_as else _poison(o) for i, o in enumerate(l.out)]
@@ -158,8 +158,11 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
 _repaired = False
 
 
-def _repair_bfloat16() -> None:
-    """The interpreter holds bfloat16 as uint16, and its arithmetic computes on the integers: go through float32."""
+def _repair() -> None:
+    """The interpreter holds bfloat16 as uint16, and its arithmetic computes on the integers: go through float32.
+
+    And a scalar comparison leaves integers in a mask, which its loads and stores refuse.
+    """
     global _repaired
     if _repaired:
         return
@@ -187,5 +190,16 @@ def _repair_bfloat16() -> None:
             return ternary(self, a, b, c, op)
         return TensorHandle(_to_bfloat16(op(*(_to_float32(h.data) for h in (a, b, c)))), c.dtype.scalar)
 
-    for method in (create_dot, binary_op, ternary_op):
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def truth(mask: TensorHandle) -> TensorHandle:
+        return TensorHandle(mask.data.astype(np.bool_), tl.int1)
+
+    def create_masked_load(self: Any, pointers: TensorHandle, mask: TensorHandle, *rest: Any) -> Any:
+        return load(self, pointers, truth(mask), *rest)
+
+    def create_masked_store(self: Any, pointers: TensorHandle, value: Any, mask: TensorHandle, *rest: Any) -> Any:
+        return store(self, pointers, value, truth(mask), *rest)
+
+    for method in (create_dot, binary_op, ternary_op, create_masked_load, create_masked_store):
         setattr(InterpreterBuilder, method.__name__, method)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Gated DeltaNet launches on a GPU: the kernels of `kernels.py`, their work lists and tiles."""
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from qwen_spmd.pallas.gated_delta import kernels
+from qwen_spmd.pallas.gated_delta.kernels import CHUNK
+from qwen_spmd.pallas.pieces import cut
+from qwen_spmd.pallas.triton import ShapeDtypeStruct, configs, launch, processors
+from qwen_spmd.state import Ragged
+
+
+def gated_delta(
+    qkv_TC: jax.Array,
+    b_TU: jax.Array,
+    a_TU: jax.Array,
+    conv_w_WC: jax.Array,
+    a_log_U: jax.Array,
+    dt_bias_U: jax.Array,
+    conv: jax.Array,
+    rec: jax.Array,
+    layer: jax.Array,
+    rows: Ragged,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    inputs = (qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U)
+    if rows.one_token:
+        return _decode(inputs, conv, rec, None, layer, rows)
+    o, conv, rec = _chunked(inputs, conv, rec, layer, rows)
+    return _decode(inputs, conv, rec, o, layer, rows)
+
+
+def _sizes(inputs: tuple[jax.Array, ...], rec: jax.Array) -> dict[str, int]:
+    _, R, U, Y, Z = rec.shape
+    W, C = inputs[3].shape
+    return {"R": R, "C": C, "W": W, "J": (C - U * Z) // (2 * Y), "U": U, "Y": Y, "Z": Z}
+
+
+def _decode(
+    inputs: tuple[jax.Array, ...],
+    conv: jax.Array,
+    rec: jax.Array,
+    o_TUZ: jax.Array | None,
+    layer: jax.Array,
+    rows: Ragged,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sequences with one token. Without `o_TUZ` to fill in, the rows of empty ones come out as zeros."""
+    sizes = _sizes(inputs, rec)
+    qkv_TC, B = inputs[0], len(rows.kv_len_B)
+    J, U, Z, C = (sizes[c] for c in "JUZC")
+    tiles = U // J * max(1, Z // 32)
+    # All of a key head in one program, unless there are too few to have some on every processor.
+    rule = {"block_z": 32, "warps": 4, "split": 1 if 2 * B * J >= processors() else tiles}
+    name = f"{rec.dtype.name} {J}/{U} heads of {sizes['Y']}x{Z}, {B} sequences"
+    c = configs.choose("gated_delta", "decode", name, rule)
+    block_z = min(Z, c["block_z"])
+    split = min(c["split"], U // J * (Z // block_z))
+    live_B = (rows.q_len_B == 1).astype(jnp.int8)
+    where = (rows.q_start_B[:-1], live_B, rows.read_slot_B, rows.write_slot_B, rows.fresh_B.astype(jnp.int8))
+    given = () if o_TUZ is None else (o_TUZ,)
+    out = tuple(ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, rec))
+    conv, rec, o_TUZ = launch(
+        kernels.decode,
+        *inputs,
+        conv,
+        rec,
+        layer,
+        *where,
+        *given,
+        out=(*out, ShapeDtypeStruct((len(qkv_TC), U, Z), qkv_TC.dtype)),
+        alias={6: 0, 7: 1} | ({14: 2} if given else {}),
+        grid=(B, J, split),
+        warps=c["warps"],
+        ZEROS=not given,
+        SPLIT=split,
+        BLOCK_Z=block_z,
+        **sizes,
+    )
+    if split > 1:
+        (conv,) = launch(
+            kernels.shift_all,
+            qkv_TC,
+            layer,
+            *where,
+            o_TUZ,
+            conv,
+            out=out[:1],
+            alias={8: 0},
+            grid=(B, triton.cdiv(C, 1024)),
+            R=sizes["R"],
+            C=C,
+            W=sizes["W"],
+            BLOCK_C=1024,
+        )
+    return o_TUZ, conv, rec
+
+
+def _chunked(
+    inputs: tuple[jax.Array, ...], conv: jax.Array, rec: jax.Array, layer: jax.Array, rows: Ragged
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sequences with several tokens; zeros in the other rows."""
+    sizes = _sizes(inputs, rec)
+    qkv_TC, (T, B) = inputs[0], (len(inputs[0]), len(rows.kv_len_B))
+    J, U, Y, Z = (sizes[c] for c in "JUYZ")
+    dtype = qkv_TC.dtype
+    ends_B = cut(rows.q_start_B[:-1], jnp.where(rows.q_len_B > 1, rows.q_len_B, 0), CHUNK).ends_G
+    fresh_B = rows.fresh_B.astype(jnp.int8)
+    most = T // CHUNK + min(B, T // 2 + 1)  # chunks: those that are full, and a last one of each sequence
+    name = f"{dtype.name} {J}/{U} heads of {Y}x{Z}"
+    c = configs.choose("gated_delta", "chunks", name, {"warps": 4})
+    of_key = ShapeDtypeStruct((most, J, CHUNK, Y), dtype)
+    made = launch(
+        kernels.chunks,
+        *inputs,
+        conv,
+        layer,
+        rows.q_start_B,
+        ends_B,
+        rows.read_slot_B,
+        fresh_B,
+        out=(
+            of_key,
+            of_key,
+            ShapeDtypeStruct((most, U, CHUNK, CHUNK), dtype),
+            ShapeDtypeStruct((most, U, CHUNK, Y), dtype),
+            ShapeDtypeStruct((most, U, CHUNK, Z), dtype),
+            ShapeDtypeStruct((most, U, CHUNK), jnp.float32),
+            ShapeDtypeStruct((most, U, CHUNK), jnp.float32),
+        ),
+        grid=(most, J),
+        warps=c["warps"],
+        B=B,
+        BLOCK_B=triton.next_power_of_2(B),
+        PRECISION="ieee" if dtype == jnp.float32 else "tf32",
+        **sizes,
+    )
+    c = configs.choose("gated_delta", "recurrence", name, {"block_z": 32, "warps": 4, "stages": 2})
+    block_z = min(Z, c["block_z"])
+    pools = tuple(ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, rec))
+    conv, rec, o_TUZ = launch(
+        kernels.recurrence,
+        *made,
+        qkv_TC,
+        layer,
+        rows.q_start_B,
+        ends_B,
+        rows.read_slot_B,
+        rows.write_slot_B,
+        fresh_B,
+        conv,
+        rec,
+        jnp.zeros((T, U, Z), dtype),
+        out=(*pools, ShapeDtypeStruct((T, U, Z), dtype)),
+        alias={14: 0, 15: 1, 16: 2},
+        grid=(Z // block_z, U, B),
+        warps=c["warps"],
+        stages=c["stages"],
+        B=B,
+        BLOCK_Z=block_z,
+        **sizes,
+    )
+    return o_TUZ, conv, rec
