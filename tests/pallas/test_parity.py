@@ -164,7 +164,13 @@ OPS = {
     "paged_attention": Op(paged_attention, check_paged_attention, 3, ("q_TNH", "k_TKH", "v_TKH", "kv")),
     "gated_delta": Op(gated_delta, check_gated_delta, 3, ("qkv_TC", "b_TU", "a_TU", "dt_bias_U", "conv", "rec")),
     "few_rows_mlp": Op(few_rows_mlp, check_few_rows_mlp, 3, ("x_TD", "gates_TE", "w_gate", "w_up", "w_down")),
-    "grouped_mlp": Op(grouped_mlp, check_grouped_mlp, 3, ("x_TD", "w_gate", "w_up", "w_down")),
+    "grouped_mlp": Op(
+        grouped_mlp,
+        check_grouped_mlp,
+        3,
+        ("x_TD", "w_gate", "w_up", "w_down"),
+        interpreted=("no rows", "16 rows, ends", "16 rows, bfloat16", "8-bit weights, blocks cut short"),
+    ),
 }
 CASES = [
     pytest.param(op, case, id=f"{name}: {case.name}")

@@ -45,7 +45,7 @@ def _decode(
     layer: jax.Array,
     rows: Ragged,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sequences with one token. Without `o_TUZ` to fill in, the rows of empty ones come out as zeros."""
+    """Sequences with one token, and zeros in rows without a sequence; in `o_TUZ` if there are others."""
     sizes = _sizes(inputs, rec)
     qkv_TC, B = inputs[0], len(rows.kv_len_B)
     J, U, Z, C = (sizes[c] for c in "JUZC")
@@ -57,7 +57,7 @@ def _decode(
     block_z = min(Z, c["block_z"])
     split = min(c["split"], U // J * (Z // block_z))
     live_B = (rows.q_len_B == 1).astype(jnp.int8)
-    where = (rows.q_start_B[:-1], live_B, rows.read_slot_B, rows.write_slot_B, rows.fresh_B.astype(jnp.int8))
+    where = (rows.q_start_B, live_B, rows.read_slot_B, rows.write_slot_B, rows.fresh_B.astype(jnp.int8))
     given = () if o_TUZ is None else (o_TUZ,)
     out = tuple(ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, rec))
     conv, rec, o_TUZ = launch(
@@ -72,8 +72,12 @@ def _decode(
         alias={6: 0, 7: 1} | ({14: 2} if given else {}),
         grid=(B, J, split),
         warps=c["warps"],
-        ZEROS=not given,
+        T=len(qkv_TC),
+        B=B,
+        ONE_TOKEN=rows.one_token,
         SPLIT=split,
+        STREAM=c.get("stream", 0),
+        PREFETCH=c.get("prefetch", 1),
         BLOCK_Z=block_z,
         **sizes,
     )
@@ -99,7 +103,7 @@ def _decode(
 def _chunked(
     inputs: tuple[jax.Array, ...], conv: jax.Array, rec: jax.Array, layer: jax.Array, rows: Ragged
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sequences with several tokens; zeros in the other rows."""
+    """Sequences with several tokens; the other rows are left as they are."""
     sizes = _sizes(inputs, rec)
     qkv_TC, (T, B) = inputs[0], (len(inputs[0]), len(rows.kv_len_B))
     J, U, Y, Z = (sizes[c] for c in "JUYZ")
@@ -108,38 +112,50 @@ def _chunked(
     fresh_B = rows.fresh_B.astype(jnp.int8)
     most = T // CHUNK + min(B, T // 2 + 1)  # chunks: those that are full, and a last one of each sequence
     name = f"{dtype.name} {J}/{U} heads of {Y}x{Z}"
-    c = configs.choose("gated_delta", "chunks", name, {"warps": 4})
+    shared = sizes | {"B": B, "BLOCK_B": triton.next_power_of_2(B)}
+    of_sequences = (rows.q_start_B, ends_B, rows.read_slot_B, fresh_B)
     of_key = ShapeDtypeStruct((most, J, CHUNK, Y), dtype)
+    c = configs.choose("gated_delta", "keys", name, {"warps": 8})
+    q, k = launch(
+        kernels.keys,
+        qkv_TC,
+        inputs[3],
+        conv,
+        layer,
+        *of_sequences,
+        out=(of_key, of_key),
+        grid=(most, J, 2),
+        warps=c["warps"],
+        **shared,
+    )
+    c = configs.choose("gated_delta", "chunks", name, {"warps": 8})
     made = launch(
         kernels.chunks,
         *inputs,
         conv,
         layer,
-        rows.q_start_B,
-        ends_B,
-        rows.read_slot_B,
-        fresh_B,
+        *of_sequences,
+        q,
+        k,
         out=(
-            of_key,
-            of_key,
             ShapeDtypeStruct((most, U, CHUNK, CHUNK), dtype),
             ShapeDtypeStruct((most, U, CHUNK, Y), dtype),
             ShapeDtypeStruct((most, U, CHUNK, Z), dtype),
             ShapeDtypeStruct((most, U, CHUNK), jnp.float32),
             ShapeDtypeStruct((most, U, CHUNK), jnp.float32),
         ),
-        grid=(most, J),
+        grid=(most, U),
         warps=c["warps"],
-        B=B,
-        BLOCK_B=triton.next_power_of_2(B),
         PRECISION="ieee" if dtype == jnp.float32 else "tf32",
-        **sizes,
+        **shared,
     )
-    c = configs.choose("gated_delta", "recurrence", name, {"block_z": 32, "warps": 4, "stages": 2})
+    c = configs.choose("gated_delta", "recurrence", name, {"block_z": 64, "warps": 4, "stages": 3})
     block_z = min(Z, c["block_z"])
     pools = tuple(ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, rec))
     conv, rec, o_TUZ = launch(
         kernels.recurrence,
+        q,
+        k,
         *made,
         qkv_TC,
         layer,
@@ -150,9 +166,8 @@ def _chunked(
         fresh_B,
         conv,
         rec,
-        jnp.zeros((T, U, Z), dtype),
         out=(*pools, ShapeDtypeStruct((T, U, Z), dtype)),
-        alias={14: 0, 15: 1, 16: 2},
+        alias={14: 0, 15: 1},
         grid=(Z // block_z, U, B),
         warps=c["warps"],
         stages=c["stages"],

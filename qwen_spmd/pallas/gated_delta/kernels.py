@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet in Triton: one token a sequence in one launch, and the chunked (WY) form in two.
+"""Gated DeltaNet in Triton: one token a sequence in one launch, and the chunked (WY) form in three.
 
 A program that needs a key head's channels convolves them itself from the inputs and the state: what the convolution
-gives is never in memory. With 16-bit inputs, q, k and what is between the two launches of the chunked form are 16-bit,
-too, sums and states float32.
+gives is never in memory. With 16-bit inputs, q, k and what is between the launches of the chunked form are 16-bit, too,
+sums and states float32.
 """
 
 import triton
@@ -66,12 +66,14 @@ def decode(
     conv,
     rec,
     layer,
-    row_B,
+    q_start_B,
     live_B,
     read_B,
     write_B,
     fresh_B,
     o,
+    T: tl.constexpr,
+    B: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
@@ -79,8 +81,10 @@ def decode(
     U: tl.constexpr,
     Y: tl.constexpr,
     Z: tl.constexpr,
-    ZEROS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    STREAM: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ):
     """A sequence's key head, or a SPLIT-th of its value heads' columns. o = S'^T q is read from the state before:
@@ -91,13 +95,21 @@ def decode(
     b, j, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     V: tl.constexpr = U // J
     TILES: tl.constexpr = V * (Z // BLOCK_Z) // SPLIT
-    row, y, z = tl.load(row_B + b).to(tl.int64), tl.arange(0, Y), tl.arange(0, BLOCK_Z)
-    if tl.load(live_B + b) == 0:
-        if ZEROS:
-            for i in range(TILES):
-                at = part * TILES + i
-                u, z0 = j * V + at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
-                tl.store(o + (row * U + u) * Z + z0 + z, tl.zeros([BLOCK_Z], o.dtype.element_ty))
+    row, y, z = tl.load(q_start_B + b).to(tl.int64), tl.arange(0, Y), tl.arange(0, BLOCK_Z)
+    live = tl.load(live_B + b) != 0
+    # Rows without a token: its own if the sequence has none, or its share of those after the last sequence.
+    first, step = b, B
+    if ONE_TOKEN:
+        first = tl.where(live, T, b)
+    else:
+        first = tl.load(q_start_B + B) + b
+    for t in range(first, T, step):
+        for i in range(TILES):
+            at = part * TILES + i
+            u, z0 = j * V + at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
+            out_at = (t * U + u).to(tl.int64) * Z + z0 + z
+            tl.store(o + out_at, tl.zeros([BLOCK_Z], o.dtype.element_ty))
+    if not live:
         return
     stack = tl.load(layer).to(tl.int64) * R
     read, write = stack + tl.load(read_B + b), stack + tl.load(write_B + b)
@@ -106,7 +118,7 @@ def decode(
     q = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + y, C, W)) * Y**-0.5
     k = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + Y + y, C, W))
     kq = tl.sum(k * q, 0)
-    for i in range(TILES):
+    for i in tl.range(TILES, num_stages=PREFETCH):
         at = part * TILES + i
         v, z0 = at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
         u = j * V + v
@@ -116,11 +128,18 @@ def decode(
         beta, decay = sigmoid(tl.load(b_TU + row * U + u)), tl.exp(g)
         tile = y[:, None] * Z + z0 + z[None, :]
         known = (y >= 0)[:, None] & (z >= 0)[None, :] & (fresh == 0)
-        state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0).to(tl.float32)
+        if STREAM:
+            state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0, eviction_policy="evict_first")
+        else:
+            state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0)
+        state = state.to(tl.float32)
         d = beta * (value - decay * tl.sum(state * k[:, None], 0))
         out = decay * tl.sum(state * q[:, None], 0) + kq * d
         state = decay * state + k[:, None] * d[None, :]
-        tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty))
+        if STREAM:
+            tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty), cache_modifier=".cs")
+        else:
+            tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty))
         tl.store(o + (row * U + u) * Z + z0 + z, out.to(o.dtype.element_ty))
     if SPLIT == 1:
         tl.debug_barrier()  # all threads have read what some now write
@@ -209,6 +228,49 @@ def unit_lower_inverse(A, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def keys(
+    qkv,
+    conv_w,
+    conv,
+    layer,
+    q_start_B,
+    ends_B,
+    read_B,
+    fresh_B,
+    q_out,
+    k_out,
+    B: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    J: tl.constexpr,
+    U: tl.constexpr,
+    Y: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """A chunk's queries (or keys) of one key head, normalised; zeros beyond the sequence's end."""
+    chunk, j, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if chunk >= tl.load(ends_B + B - 1):
+        return
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    b, part = find(ends_B, chunk, B, BLOCK_B)
+    first_row = tl.load(q_start_B + b).to(tl.int64)
+    c, y = tl.arange(0, CHUNK_SIZE), tl.arange(0, Y)
+    i = part * CHUNK_SIZE + c
+    live = i < tl.load(q_start_B + b + 1) - first_row
+    slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
+    channels = j * (2 * Y + U // J * Z) + which * Y + y
+    x = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, tl.load(fresh_B + b), channels, C, W)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+    at = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
+    if which == 0:
+        tl.store(q_out + at, (x * Y**-0.5).to(dtype))
+    else:
+        tl.store(k_out + at, x.to(dtype))
+
+
+@triton.jit
 def chunks(
     qkv,
     b_TU,
@@ -222,8 +284,8 @@ def chunks(
     ends_B,
     read_B,
     fresh_B,
-    q_out,
-    k_out,
+    q_in,
+    k_in,
     qk_out,
     w_out,
     v_out,
@@ -240,55 +302,55 @@ def chunks(
     BLOCK_B: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What a chunk's value heads need of it that no state has a part in, for one key head.
+    """What a value head's chunk needs that no state has a part in. With G the running sum of log decays, and all rows
+    beyond the sequence's end as if they did nothing:
 
-    With G the running sum of log decays, and all rows beyond the sequence's end as if they did nothing:
-    q and k; (q k^T) * decay; w = T (beta e^G k) and v = T (beta v), T the inverse of I + beta (k k^T) * decay below the
-    diagonal; e^G, and the decay from each row to the chunk's end.
+    (q k^T) * decay; w = T (beta e^G k) and v = T (beta v), T the inverse of I + beta (k k^T) * decay below the diagonal;
+    e^G, and the decay from each row to the chunk's end.
     """
-    chunk, j = tl.program_id(0), tl.program_id(1)
+    chunk, u = tl.program_id(0), tl.program_id(1)
     if chunk >= tl.load(ends_B + B - 1):
         return
     V: tl.constexpr = U // J
     dtype: tl.constexpr = qkv.dtype.element_ty
+    j, v = u // V, u % V
     b, part = find(ends_B, chunk, B, BLOCK_B)
     first_row = tl.load(q_start_B + b).to(tl.int64)
     c, y, z = tl.arange(0, CHUNK_SIZE), tl.arange(0, Y), tl.arange(0, Z)
     i = part * CHUNK_SIZE + c
     live = i < tl.load(q_start_B + b + 1) - first_row
-    slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
-    fresh = tl.load(fresh_B + b)
-    channels = j * (2 * Y + V * Z)
-    q = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, fresh, channels + y, C, W)
-    q = (q * tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None] * Y**-0.5).to(dtype)
-    k = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, fresh, channels + Y + y, C, W)
-    k = (k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]).to(dtype)
-    of_key = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
-    tl.store(q_out + of_key, q)
-    tl.store(k_out + of_key, k)
-    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-    kk = tl.dot(k, tl.trans(k), input_precision="ieee")
+    at = (first_row + i) * U + u
+    a = tl.load(a_TU + at, mask=live, other=0.0)
+    g = tl.where(live, log_decay(a, tl.load(a_log + u), tl.load(dt_bias + u)), 0.0)
+    beta = tl.where(live, sigmoid(tl.load(b_TU + at, mask=live, other=0.0)), 0.0)
+    # Sums over each segment, not differences of cumulated sums: those lose what is small beside a large decay.
     below = c[:, None] > c[None, :]
-    for v in range(V):
-        u = j * V + v
-        at = (first_row + i) * U + u
-        a = tl.load(a_TU + at, mask=live, other=0.0)
-        g = tl.where(live, log_decay(a, tl.load(a_log + u), tl.load(dt_bias + u)), 0.0)
-        beta = tl.where(live, sigmoid(tl.load(b_TU + at, mask=live, other=0.0)), 0.0)
-        # Sums over each segment, not differences of cumulated sums: those lose what is small beside a large decay.
-        later = tl.where(below, g[:, None], 0.0)
-        decay = tl.where(c[:, None] >= c[None, :], tl.exp(tl.cumsum(later, 0)), 0.0)
-        since_start = tl.exp(tl.cumsum(g, 0))
-        T = unit_lower_inverse(tl.where(below, beta[:, None] * kk * decay, 0.0), PRECISION)
-        value = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, fresh, channels + 2 * Y + v * Z + z, C, W)
-        value = tl.dot(T, beta[:, None] * value, input_precision=PRECISION)
+    later = tl.where(below, g[:, None], 0.0)
+    decay = tl.where(c[:, None] >= c[None, :], tl.exp(tl.cumsum(later, 0)), 0.0)
+    since_start = tl.exp(tl.cumsum(g, 0))
+    of_head = (chunk.to(tl.int64) * U + u) * CHUNK_SIZE + c
+    tl.store(decay_out + of_head, since_start)
+    tl.store(to_end_out + of_head, tl.exp(tl.sum(later, 0)))
+
+    of_key = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
+    k = tl.load(k_in + of_key)
+    qk = tl.dot(tl.load(q_in + of_key), tl.trans(k), input_precision="ieee")
+    tl.store(qk_out + of_head[:, None] * CHUNK_SIZE + c[None, :], (qk * decay).to(dtype))
+    kk = tl.dot(k, tl.trans(k), input_precision="ieee")
+    T = unit_lower_inverse(tl.where(below, beta[:, None] * kk * decay, 0.0), PRECISION)
+    if PRECISION == "ieee":
         w = tl.dot(T, (beta * since_start)[:, None] * k.to(tl.float32), input_precision=PRECISION)
-        of_head = (chunk.to(tl.int64) * U + u) * CHUNK_SIZE + c
-        tl.store(qk_out + of_head[:, None] * CHUNK_SIZE + c[None, :], (qk * decay).to(dtype))
-        tl.store(w_out + of_head[:, None] * Y + y[None, :], w.to(dtype))
-        tl.store(v_out + of_head[:, None] * Z + z[None, :], value.to(dtype))
-        tl.store(decay_out + of_head, since_start)
-        tl.store(to_end_out + of_head, tl.exp(tl.sum(later, 0)))
+    else:
+        w = tl.dot((T * (beta * since_start)[None, :]).to(dtype), k)
+    tl.store(w_out + of_head[:, None] * Y + y[None, :], w.to(dtype))
+    slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
+    channels = j * (2 * Y + V * Z) + 2 * Y + v * Z + z
+    value = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, tl.load(fresh_B + b), channels, C, W)
+    if PRECISION == "ieee":
+        value = tl.dot(T, beta[:, None] * value, input_precision=PRECISION)
+    else:
+        value = tl.dot((T * beta[None, :]).to(dtype), value.to(dtype))
+    tl.store(v_out + of_head[:, None] * Z + z[None, :], value.to(dtype))
 
 
 @triton.jit

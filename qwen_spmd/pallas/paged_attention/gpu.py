@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import triton
 
 from qwen_spmd.pallas.paged_attention import kernels
-from qwen_spmd.pallas.triton import ShapeDtypeStruct, configs, launch, processors
+from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, configs, launch, processors
 from qwen_spmd.state import Ragged
 
 
@@ -25,8 +25,8 @@ def paged_attention(
     if rows.one_token:
         o, kv = _decode(q_TNH, k_TKH, v_TKH, kv, None, layer, rows, rows.kv_len_B, fixed_chunk)
         return o, kv
-    kv = _write(k_TKH, v_TKH, kv, layer, rows)
-    o = _prefill(q_TNH, kv, jnp.zeros_like(q_TNH), layer, rows)
+    kv, o = _write(q_TNH, k_TKH, v_TKH, kv, layer, rows)
+    o = _prefill(q_TNH, kv, o, layer, rows)
     # After `_prefill` through `o`, so that the pages need not be copied for it.
     len_B = jnp.where(rows.q_len_B == 1, rows.kv_len_B, 0)
     return _decode(q_TNH, k_TKH, v_TKH, kv, o, layer, rows, len_B, fixed_chunk)
@@ -45,9 +45,12 @@ def _limit(kv: jax.Array) -> float:
     return float(jnp.finfo(kv.dtype).max) if kv.dtype.itemsize == 1 else 0.0
 
 
-def _write(k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, rows: Ragged) -> jax.Array:
+def _write(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, rows: Ragged
+) -> tuple[jax.Array, jax.Array]:
+    """kv with the new rows in it, and a result of which the padding rows are zeros."""
     T, K, H = k_TKH.shape
-    (kv,) = launch(
+    kv, o_TNH = launch(
         kernels.write,
         k_TKH,
         v_TKH,
@@ -56,17 +59,18 @@ def _write(k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, 
         rows.valid_T.astype(jnp.int8),
         layer,
         kv,
-        out=(ShapeDtypeStruct(kv.shape, kv.dtype),),
+        out=(ShapeDtypeStruct(kv.shape, kv.dtype), ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)),
         alias={6: 0},
         grid=(T,),
         warps=1,
         P=kv.shape[1],
+        N=q_TNH.shape[1],
         K=K,
         S=kv.shape[4],
         H=H,
         LIMIT=_limit(kv),
     )
-    return kv
+    return kv, o_TNH
 
 
 def _prefill(q_TNH: jax.Array, kv: jax.Array, o_TNH: jax.Array, layer: jax.Array, rows: Ragged) -> jax.Array:
@@ -75,17 +79,21 @@ def _prefill(q_TNH: jax.Array, kv: jax.Array, o_TNH: jax.Array, layer: jax.Array
     T, B, K, G = len(q_TNH), sizes["B"], sizes["K"], sizes["N"] // sizes["K"]
     # A tile of as many rows as the sequences fill on average: verification of drafts has a few tokens each.
     fill = triton.next_power_of_2(triton.cdiv(T, B) * G)
-    rule = {"block_m": min(max(fill, 16), 128), "block_n": 64, "warps": 8 if fill >= 128 else 4, "stages": 2}
+    rule = {"block_m": min(max(fill, 16), 128), "block_n": 64, "warps": 8 if fill >= 128 else 4, "stages": 3, "tma": 1}
     c = configs.choose("paged_attention", "prefill", _shape_class(q_TNH, kv, f"{rule['block_m']} rows"), rule)
     block_m, block_n = max(c["block_m"], triton.next_power_of_2(G)), c["block_n"]
     if q_TNH.dtype == jnp.float32:
         block_m, block_n = max(16, triton.next_power_of_2(G)), 16
     tokens = block_m // G
+    S, H = sizes["S"], sizes["H"]
+    # Rows of a tensor descriptor are numbered in 32 bits, and lie 16 bytes apart at least.
+    tma = bool(c["tma"]) and S % block_n == 0 and kv.size // H < 1 << 31 and q_TNH.dtype != jnp.float32
     tiles_B = jnp.where(rows.q_len_B > 1, (rows.q_len_B + tokens - 1) // tokens, 0)
     (o_TNH,) = launch(
         kernels.prefill,
         q_TNH,
         kv,
+        Descriptor(kv.reshape(-1, H), (block_n, H)) if tma else kv,
         layer,
         rows.q_start_B,
         rows.kv_len_B,
@@ -93,10 +101,11 @@ def _prefill(q_TNH: jax.Array, kv: jax.Array, o_TNH: jax.Array, layer: jax.Array
         rows.pages_BP,
         o_TNH,
         out=(ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype),),
-        alias={7: 0},
+        alias={8: 0},
         grid=((T // tokens + min(B, T)) * K,),
         warps=c["warps"],
         stages=c["stages"],
+        TMA=tma,
         TOKENS=tokens,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -120,7 +129,9 @@ def _decode(
     sizes = _sizes(q_TNH, kv, rows)
     P, B, N, K, S, H = (sizes[c] for c in "PBNKSH")
     G = N // K
-    rule = {"block_n": 64 if H <= 128 else 32, "warps": 4, "stages": 3, "programs": 2, "pieces": 4}
+    # Few sequences make pieces of one size; many need more, since their lengths differ.
+    pieces = 1 if B * K * 4 <= 2 * processors() else 4
+    rule = {"block_n": 64 if H <= 128 else 32, "warps": 4, "stages": 5, "programs": 2, "pieces": pieces}
     c = configs.choose("paged_attention", "decode", _shape_class(q_TNH, kv, f"{B} sequences"), rule)
     block = 16 if q_TNH.dtype == jnp.float32 else c["block_n"]
     programs = processors() * c["programs"]
@@ -175,13 +186,14 @@ def _decode(
         o_TNH,
         out=(ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype),),
         alias={5: 0},
-        grid=(B, N),
+        grid=(B, N, triton.cdiv(H, 64)),
         warps=4,
         N=N,
         K=K,
         H=H,
         ZEROS=not given,
-        BLOCK_C=max(4, min(32, 4096 // H)),
+        BLOCK_C=16,
+        BLOCK_H=min(H, 64),
     )
     return o_TNH, kv
 

@@ -54,11 +54,11 @@ def load_context(kv, pages, layer, b, k, pos, end, P: tl.constexpr, K: tl.conste
 @triton.jit
 def accumulate(q, keys, values, seen, m, s, o, scale, MASK: tl.constexpr):
     """A tile of online softmax, in powers of two: seen [M, BLOCK] are the positions that a row attends to."""
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if MASK:
         scores = tl.where(seen, scores, MASKED)
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - m_new[:, None])
     if MASK:
         p = tl.where(seen, p, 0.0)
     decay = tl.exp2(m - m_new)
@@ -68,18 +68,19 @@ def accumulate(q, keys, values, seen, m, s, o, scale, MASK: tl.constexpr):
 
 
 @triton.jit
-def write(k_new, v_new, page_T, slot_T, valid_T, layer, kv, P: tl.constexpr, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr,
-          LIMIT: tl.constexpr):  # fmt: skip
-    """One row's keys and values of all heads into its page."""
-    t = tl.program_id(0).to(tl.int64)
+def write(k_new, v_new, page_T, slot_T, valid_T, layer, kv, o, P: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+          S: tl.constexpr, H: tl.constexpr, LIMIT: tl.constexpr):  # fmt: skip
+    """One row's keys and values of all heads into its page. Of padding rows, zeros into the result."""
+    t, h = tl.program_id(0).to(tl.int64), tl.arange(0, H)
     if tl.load(valid_T + t) == 0:
-        return
-    page, slot = tl.load(page_T + t).to(tl.int64), tl.load(slot_T + t)
-    h = tl.arange(0, H)
-    for k in tl.static_range(K):
-        at = ((((tl.load(layer) * P + page) * K + k) * 2) * S + slot) * H + h
-        tl.store(kv + at, to_page(tl.load(k_new + (t * K + k) * H + h), kv.dtype.element_ty, LIMIT))
-        tl.store(kv + at + S * H, to_page(tl.load(v_new + (t * K + k) * H + h), kv.dtype.element_ty, LIMIT))
+        for head in range(N):
+            tl.store(o + (t * N + head) * H + h, tl.zeros([H], o.dtype.element_ty))
+    else:
+        page, slot = tl.load(page_T + t).to(tl.int64), tl.load(slot_T + t)
+        for k in tl.static_range(K):
+            at = ((((tl.load(layer) * P + page) * K + k) * 2) * S + slot) * H + h
+            tl.store(kv + at, to_page(tl.load(k_new + (t * K + k) * H + h), kv.dtype.element_ty, LIMIT))
+            tl.store(kv + at + S * H, to_page(tl.load(v_new + (t * K + k) * H + h), kv.dtype.element_ty, LIMIT))
 
 
 @triton.jit
@@ -173,40 +174,40 @@ def combine(
     H: tl.constexpr,
     ZEROS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    """One head of a sequence from its chunks, in their order. ZEROS: sequences without a token get zeros."""
+    """BLOCK_H columns of a sequence's head from its chunks, in order. ZEROS: sequences without a token get zeros."""
     b, head = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = N // K
     k, g = head // G, head % G
-    c, h = tl.arange(0, BLOCK_C), tl.arange(0, H)
+    c, h = tl.arange(0, BLOCK_C), tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = (tl.load(row_B + b).to(tl.int64) * N + head) * H + h
-    if tl.load(len_B + b) == 0:
-        if ZEROS:
-            tl.store(o + at, tl.zeros([H], o.dtype.element_ty))
-        return
     end = tl.load(ends_B + b)
     first = tl.load(ends_B + b - 1, mask=b > 0, other=0)
-    if end - first == 1:
-        return
-    m, s, total = tl.full([1], MASKED, tl.float32), tl.zeros([1], tl.float32), tl.zeros([H], tl.float32)
-    for start in range(first, end, BLOCK_C):
-        piece = ((start + c) * K + k) * G + g
-        live = start + c < end
-        m_c = tl.load(part_ms + piece * 2, mask=live, other=MASKED)
-        s_c = tl.load(part_ms + piece * 2 + 1, mask=live, other=0.0)
-        o_c = tl.load(part_o + piece[:, None] * H + h[None, :], mask=live[:, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_c, 0))
-        weight, decay = tl.exp2(m_c - m_new), tl.exp2(m - m_new)
-        s = s * decay + tl.sum(s_c * weight, 0)
-        total = total * decay + tl.sum(o_c * weight[:, None], 0)
-        m = m_new
-    tl.store(o + at, (total / s).to(o.dtype.element_ty))
+    if tl.load(len_B + b) == 0:
+        if ZEROS:
+            tl.store(o + at, tl.zeros([BLOCK_H], o.dtype.element_ty))
+    elif end - first > 1:
+        largest = tl.full([BLOCK_C], MASKED, tl.float32)
+        for start in range(first, end, BLOCK_C):
+            m_at = part_ms + (((start + c) * K + k) * G + g) * 2
+            largest = tl.maximum(largest, tl.load(m_at, mask=start + c < end, other=MASKED))
+        m = tl.max(largest, 0)
+        s, total = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+        for start in range(first, end, BLOCK_C):
+            piece, live = ((start + c) * K + k) * G + g, start + c < end
+            weight = tl.exp2(tl.load(part_ms + piece * 2, mask=live, other=MASKED) - m)
+            s += weight * tl.load(part_ms + piece * 2 + 1, mask=live, other=0.0)
+            part = tl.load(part_o + piece[:, None] * H + h[None, :], mask=live[:, None], other=0.0)
+            total += weight[:, None] * part
+        tl.store(o + at, (tl.sum(total, 0) / tl.sum(s, 0)).to(o.dtype.element_ty))
 
 
 @triton.jit
 def prefill(
     q,
     kv,
+    kv_tiles,
     layer,
     q_start_B,
     kv_len_B,
@@ -220,6 +221,7 @@ def prefill(
     S: tl.constexpr,
     H: tl.constexpr,
     PAGES: tl.constexpr,
+    TMA: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -253,8 +255,12 @@ def prefill(
     # Up to here, every row sees every position.
     whole = (pos + 1) // BLOCK_N * BLOCK_N
     for first in range(0, whole, BLOCK_N):
-        at = first + n
-        keys, values = load_context(kv, pages, l, b, k, at, whole, P, K, S, PAGES, H, S % BLOCK_N == 0, False, dtype)
+        if TMA:
+            tile_row = (slab(pages, l, b, k, first, P, K, S, PAGES) * S + first % S).to(tl.int32)
+            keys, values = kv_tiles.load([tile_row, 0]).to(dtype), kv_tiles.load([tile_row + S, 0]).to(dtype)
+        else:
+            one: tl.constexpr = S % BLOCK_N == 0
+            keys, values = load_context(kv, pages, l, b, k, first + n, whole, P, K, S, PAGES, H, one, False, dtype)
         m, s, total = accumulate(queries, keys, values, 0, m, s, total, scale, False)
     end = pos + count
     for first in range(whole, end, BLOCK_N):
