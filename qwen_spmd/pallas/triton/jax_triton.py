@@ -98,19 +98,22 @@ def call(l: Launch, capability: int) -> tuple[jax.Array, ...]:
     def operand(x: Any) -> Any:
         return jax_triton.TensorDescriptor.from_array(x.array, x.block_shape) if isinstance(x, Descriptor) else x
 
+    # jaxlib hands results to the kernel in order, and those that are aliased do not count only at the end.
+    order = sorted(range(len(l.out)), key=lambda i: i in l.alias.values())
     with warnings.catch_warnings():
         # The other way of aliasing, jax.Ref, cannot pass through a scan's carry.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return jax_triton.triton_call(
+        made = jax_triton.triton_call(
             *map(operand, l.operands),
             kernel=l.kernel,
-            out_type=l.out,
+            out_type=tuple(l.out[i] for i in order),
             grid=l.grid,  # type: ignore[arg-type]
             name=l.kernel.__name__,
             num_warps=l.warps,
             num_stages=l.stages,
             compute_capability=capability,
             backend_options=l.options,
-            input_output_aliases=l.alias,
+            input_output_aliases={operand: order.index(output) for operand, output in l.alias.items()},
             **l.constexprs,
         )
+    return tuple(made[order.index(i)] for i in range(len(l.out)))
