@@ -49,9 +49,9 @@ def _decode(
     sizes = _sizes(inputs, rec)
     qkv_TC, B = inputs[0], len(rows.kv_len_B)
     J, U, Z, C = (sizes[c] for c in "JUZC")
-    tiles = U // J * max(1, Z // 32)
-    # All of a key head in one program, unless there are too few to have some on every processor.
-    rule = {"block_z": 32, "warps": 4, "split": 1 if 2 * B * J >= processors() else tiles}
+    # All of a key head in one program, unless that leaves processors without any.
+    few = 2 * B * J < processors()
+    rule = {"block_z": 32 if few else 64, "warps": 4, "split": U // J * max(1, Z // 32) if few else 1}
     name = f"{rec.dtype.name} {J}/{U} heads of {sizes['Y']}x{Z}, {B} sequences"
     c = configs.choose("gated_delta", "decode", name, rule)
     block_z = min(Z, c["block_z"])
@@ -76,8 +76,6 @@ def _decode(
         B=B,
         ONE_TOKEN=rows.one_token,
         SPLIT=split,
-        STREAM=c.get("stream", 0),
-        PREFETCH=c.get("prefetch", 1),
         BLOCK_Z=block_z,
         **sizes,
     )
@@ -112,42 +110,51 @@ def _chunked(
     fresh_B = rows.fresh_B.astype(jnp.int8)
     most = T // CHUNK + min(B, T // 2 + 1)  # chunks: those that are full, and a last one of each sequence
     name = f"{dtype.name} {J}/{U} heads of {Y}x{Z}"
-    shared = sizes | {"B": B, "BLOCK_B": triton.next_power_of_2(B)}
-    of_sequences = (rows.q_start_B, ends_B, rows.read_slot_B, fresh_B)
+    of_heads = {"B": B, "BLOCK_B": triton.next_power_of_2(B), "J": J, "U": U, "Y": Y, "Z": Z}
     of_key = ShapeDtypeStruct((most, J, CHUNK, Y), dtype)
-    c = configs.choose("gated_delta", "keys", name, {"warps": 8})
-    q, k = launch(
-        kernels.keys,
+    of_value = ShapeDtypeStruct((most, U, CHUNK, Z), dtype)
+    each = ShapeDtypeStruct((most, U, CHUNK), jnp.float32)
+    c = configs.choose("gated_delta", "convolve", name, {"warps": 8})
+    q, k, v = launch(
+        kernels.convolve,
         qkv_TC,
         inputs[3],
         conv,
         layer,
-        *of_sequences,
-        out=(of_key, of_key),
-        grid=(most, J, 2),
+        rows.q_start_B,
+        ends_B,
+        rows.read_slot_B,
+        fresh_B,
+        out=(of_key, of_key, of_value),
+        grid=(most, J, 2 + U // J),
         warps=c["warps"],
-        **shared,
+        R=sizes["R"],
+        C=sizes["C"],
+        W=sizes["W"],
+        **of_heads,
     )
-    c = configs.choose("gated_delta", "chunks", name, {"warps": 8})
+    c = configs.choose("gated_delta", "chunks", name, {"warps": 4})
     made = launch(
         kernels.chunks,
-        *inputs,
-        conv,
-        layer,
-        *of_sequences,
+        inputs[1],
+        inputs[2],
+        *inputs[4:],
+        rows.q_start_B,
+        ends_B,
         q,
         k,
+        v,
         out=(
             ShapeDtypeStruct((most, U, CHUNK, CHUNK), dtype),
             ShapeDtypeStruct((most, U, CHUNK, Y), dtype),
-            ShapeDtypeStruct((most, U, CHUNK, Z), dtype),
-            ShapeDtypeStruct((most, U, CHUNK), jnp.float32),
-            ShapeDtypeStruct((most, U, CHUNK), jnp.float32),
+            of_value,
+            each,
+            each,
         ),
         grid=(most, U),
         warps=c["warps"],
         PRECISION="ieee" if dtype == jnp.float32 else "tf32",
-        **shared,
+        **of_heads,
     )
     c = configs.choose("gated_delta", "recurrence", name, {"block_z": 64, "warps": 4, "stages": 3})
     block_z = min(Z, c["block_z"])

@@ -83,8 +83,6 @@ def decode(
     Z: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     SPLIT: tl.constexpr,
-    STREAM: tl.constexpr,
-    PREFETCH: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ):
     """A sequence's key head, or a SPLIT-th of its value heads' columns. o = S'^T q is read from the state before:
@@ -98,12 +96,11 @@ def decode(
     row, y, z = tl.load(q_start_B + b).to(tl.int64), tl.arange(0, Y), tl.arange(0, BLOCK_Z)
     live = tl.load(live_B + b) != 0
     # Rows without a token: its own if the sequence has none, or its share of those after the last sequence.
-    first, step = b, B
     if ONE_TOKEN:
         first = tl.where(live, T, b)
     else:
         first = tl.load(q_start_B + B) + b
-    for t in range(first, T, step):
+    for t in range(first, T, B):
         for i in range(TILES):
             at = part * TILES + i
             u, z0 = j * V + at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
@@ -118,7 +115,7 @@ def decode(
     q = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + y, C, W)) * Y**-0.5
     k = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + Y + y, C, W))
     kq = tl.sum(k * q, 0)
-    for i in tl.range(TILES, num_stages=PREFETCH):
+    for i in range(TILES):
         at = part * TILES + i
         v, z0 = at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
         u = j * V + v
@@ -128,18 +125,13 @@ def decode(
         beta, decay = sigmoid(tl.load(b_TU + row * U + u)), tl.exp(g)
         tile = y[:, None] * Z + z0 + z[None, :]
         known = (y >= 0)[:, None] & (z >= 0)[None, :] & (fresh == 0)
-        if STREAM:
-            state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0, eviction_policy="evict_first")
-        else:
-            state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0)
+        # Once read and once written: nothing of it is worth a place in the L2 cache.
+        state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0, eviction_policy="evict_first")
         state = state.to(tl.float32)
         d = beta * (value - decay * tl.sum(state * k[:, None], 0))
         out = decay * tl.sum(state * q[:, None], 0) + kq * d
         state = decay * state + k[:, None] * d[None, :]
-        if STREAM:
-            tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty), cache_modifier=".cs")
-        else:
-            tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty))
+        tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty), cache_modifier=".cs")
         tl.store(o + (row * U + u) * Z + z0 + z, out.to(o.dtype.element_ty))
     if SPLIT == 1:
         tl.debug_barrier()  # all threads have read what some now write
@@ -190,45 +182,32 @@ def find(ends, i, B: tl.constexpr, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, fresh, channel, C: tl.constexpr, W: tl.constexpr):
-    """silu of the convolution at inputs i [CHUNK] of a sequence that begins in first_row; float32 [CHUNK, channels]."""
-    total = tl.zeros([i.shape[0], channel.shape[0]], tl.float32)
-    for w in tl.static_range(W):
-        back = i - (W - 1) + w
-        new, old = live & (back >= 0), live & (back < 0) & (fresh == 0)
-        x = tl.load(qkv + (first_row + back)[:, None] * C + channel[None, :], mask=new[:, None], other=0.0)
-        tail = conv + (slot * (W - 1) + back + W - 1)[:, None] * C + channel[None, :]
-        x = x.to(tl.float32) + tl.load(tail, mask=old[:, None], other=0.0).to(tl.float32)
-        total += x * tl.load(conv_w + w * C + channel).to(tl.float32)[None, :]
-    return tl.where(live[:, None], silu(total), 0.0)
+def merge(D, B, identity, PRECISION: tl.constexpr):
+    """(D^-1 + B)^-1, for B that leads four blocks of D^-1 into later ones.
 
-
-@triton.jit
-def unit_lower_inverse(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly lower triangular A [64, 64], float32.
-
-    Diagonal blocks of 16 row by row. With their inverses D and the rest B of A, the inverse is (I + D B)^-1 D, and
-    M = D B has M^4 = 0: (I + M)^-1 = (I - M) (I + M M).
+    It is (I + M)^-1 D with M = D B, and M^4 = 0: (I + M)^-1 = I - M + M M - M M M.
     """
-    r, c = tl.arange(0, 4), tl.arange(0, 16)
-    same = (r[:, None] == r[None, :])[:, None, :, None]
-    own = tl.sum(tl.where(same, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
-    D = tl.where((c[:, None] == c[None, :])[None, :, :], 1.0, 0.0) + tl.zeros([4, 16, 16], tl.float32)
-    for i in range(1, 16):
-        here = (c == i)[None, :, None]
-        row = tl.sum(tl.where(here, own, 0.0), 1)
-        D -= tl.where(here, tl.sum(row[:, :, None] * D, 1)[:, None, :], 0.0)
-    D = tl.reshape(tl.where(same, D[:, :, None, :], 0.0), [64, 64])
-    n = tl.arange(0, 64)
-    B = tl.where((n // 16)[:, None] == (n // 16)[None, :], 0.0, A)
     M = tl.dot(D, B, input_precision=PRECISION)
     MM = tl.dot(M, M, input_precision=PRECISION)
-    P = tl.where(n[:, None] == n[None, :], 1.0, 0.0) - M + MM - tl.dot(M, MM, input_precision=PRECISION)
+    P = identity - M + MM - tl.dot(M, MM, input_precision=PRECISION)
     return tl.dot(P, D, input_precision=PRECISION)
 
 
 @triton.jit
-def keys(
+def unit_lower_inverse(A, PRECISION: tl.constexpr):
+    """(I + A)^-1 for strictly lower triangular A [64, 64]: of its diagonal blocks of 4, then of 16, then all."""
+    n = tl.arange(0, 64)
+    identity = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
+    in_4, in_16 = (n // 4)[:, None] == (n // 4)[None, :], (n // 16)[:, None] == (n // 16)[None, :]
+    M = tl.where(in_4, A, 0.0)
+    MM = tl.dot(M, M, input_precision=PRECISION)
+    D = identity - M + MM - tl.dot(M, MM, input_precision=PRECISION)
+    D = merge(D, tl.where(in_16 & (in_4 == 0), A, 0.0), identity, PRECISION)
+    return merge(D, tl.where(in_16, 0.0, A), identity, PRECISION)
+
+
+@triton.jit
+def convolve(
     qkv,
     conv_w,
     conv,
@@ -239,6 +218,7 @@ def keys(
     fresh_B,
     q_out,
     k_out,
+    v_out,
     B: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
@@ -249,52 +229,65 @@ def keys(
     Z: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """A chunk's queries (or keys) of one key head, normalised; zeros beyond the sequence's end."""
+    """A chunk's queries, keys (normalised) or values of one head; zeros beyond the sequence's end."""
     chunk, j, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if chunk >= tl.load(ends_B + B - 1):
         return
-    dtype: tl.constexpr = qkv.dtype.element_ty
+    V: tl.constexpr = U // J
+    SIZE: tl.constexpr = max(Y, Z)
     b, part = find(ends_B, chunk, B, BLOCK_B)
     first_row = tl.load(q_start_B + b).to(tl.int64)
-    c, y = tl.arange(0, CHUNK_SIZE), tl.arange(0, Y)
+    c, n = tl.arange(0, CHUNK_SIZE), tl.arange(0, SIZE)
     i = part * CHUNK_SIZE + c
     live = i < tl.load(q_start_B + b + 1) - first_row
-    slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
-    channels = j * (2 * Y + U // J * Z) + which * Y + y
-    x = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, tl.load(fresh_B + b), channels, C, W)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-    at = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
-    if which == 0:
-        tl.store(q_out + at, (x * Y**-0.5).to(dtype))
+    size = tl.where(which < 2, Y, Z)
+    channel = j * (2 * Y + V * Z) + tl.where(which < 2, which * Y, 2 * Y + (which - 2) * Z) + n
+    inside = live[:, None] & (n < size)[None, :]
+    total = tl.zeros([CHUNK_SIZE, SIZE], tl.float32)
+    for w in tl.static_range(W):
+        back = i - (W - 1) + w
+        mask = inside & (back >= 0)[:, None]
+        x = tl.load(qkv + (first_row + back)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+        total += x.to(tl.float32) * tl.load(conv_w + w * C + channel, mask=n < size, other=0.0).to(tl.float32)[None, :]
+    if (part == 0) & (tl.load(fresh_B + b) == 0):
+        slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
+        for w in tl.static_range(W - 1):
+            back = i - (W - 1) + w
+            mask = inside & (back < 0)[:, None]
+            x = tl.load(conv + (slot * (W - 1) + back + W - 1)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+            taps = tl.load(conv_w + w * C + channel, mask=n < size, other=0.0).to(tl.float32)
+            total += x.to(tl.float32) * taps[None, :]
+    x = tl.where(inside, silu(total), 0.0)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    if which < 2:
+        x = x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+        at = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + n[None, :]
+        if which == 0:
+            tl.store(q_out + at, (x * Y**-0.5).to(dtype), mask=(n < Y)[None, :])
+        else:
+            tl.store(k_out + at, x.to(dtype), mask=(n < Y)[None, :])
     else:
-        tl.store(k_out + at, x.to(dtype))
+        at = (chunk.to(tl.int64) * U + j * V + which - 2) * (CHUNK_SIZE * Z) + c[:, None] * Z + n[None, :]
+        tl.store(v_out + at, x.to(dtype), mask=(n < Z)[None, :])
 
 
 @triton.jit
 def chunks(
-    qkv,
     b_TU,
     a_TU,
-    conv_w,
     a_log,
     dt_bias,
-    conv,
-    layer,
     q_start_B,
     ends_B,
-    read_B,
-    fresh_B,
     q_in,
     k_in,
+    v_in,
     qk_out,
     w_out,
     v_out,
     decay_out,
     to_end_out,
     B: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
     J: tl.constexpr,
     U: tl.constexpr,
     Y: tl.constexpr,
@@ -305,15 +298,13 @@ def chunks(
     """What a value head's chunk needs that no state has a part in. With G the running sum of log decays, and all rows
     beyond the sequence's end as if they did nothing:
 
-    (q k^T) * decay; w = T (beta e^G k) and v = T (beta v), T the inverse of I + beta (k k^T) * decay below the diagonal;
-    e^G, and the decay from each row to the chunk's end.
+    (q k^T) * decay; w = T (beta e^G k) and v = T (beta v), with T the inverse of I + beta (k k^T) * decay below the
+    diagonal; e^G, and the decay from each row to the chunk's end.
     """
     chunk, u = tl.program_id(0), tl.program_id(1)
     if chunk >= tl.load(ends_B + B - 1):
         return
-    V: tl.constexpr = U // J
-    dtype: tl.constexpr = qkv.dtype.element_ty
-    j, v = u // V, u % V
+    dtype: tl.constexpr = q_in.dtype.element_ty
     b, part = find(ends_B, chunk, B, BLOCK_B)
     first_row = tl.load(q_start_B + b).to(tl.int64)
     c, y, z = tl.arange(0, CHUNK_SIZE), tl.arange(0, Y), tl.arange(0, Z)
@@ -323,33 +314,33 @@ def chunks(
     a = tl.load(a_TU + at, mask=live, other=0.0)
     g = tl.where(live, log_decay(a, tl.load(a_log + u), tl.load(dt_bias + u)), 0.0)
     beta = tl.where(live, sigmoid(tl.load(b_TU + at, mask=live, other=0.0)), 0.0)
-    # Sums over each segment, not differences of cumulated sums: those lose what is small beside a large decay.
+    G = tl.cumsum(g, 0)
+    since_start = tl.exp(G)
     below = c[:, None] > c[None, :]
-    later = tl.where(below, g[:, None], 0.0)
-    decay = tl.where(c[:, None] >= c[None, :], tl.exp(tl.cumsum(later, 0)), 0.0)
-    since_start = tl.exp(tl.cumsum(g, 0))
+    if PRECISION == "ieee":
+        # Sums over each segment: differences of cumulated ones lose what is small beside a large decay.
+        later = tl.where(below, g[:, None], 0.0)
+        decay = tl.exp(tl.cumsum(later, 0))
+        to_end = tl.exp(tl.sum(later, 0))
+    else:
+        # What the differences lose is less than the rounding of 16-bit operands.
+        decay = tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
+        to_end = tl.exp(tl.minimum(tl.sum(g, 0) - G, 0.0))
     of_head = (chunk.to(tl.int64) * U + u) * CHUNK_SIZE + c
     tl.store(decay_out + of_head, since_start)
-    tl.store(to_end_out + of_head, tl.exp(tl.sum(later, 0)))
+    tl.store(to_end_out + of_head, to_end)
 
-    of_key = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
+    of_key = (chunk.to(tl.int64) * J + u // (U // J)) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
     k = tl.load(k_in + of_key)
     qk = tl.dot(tl.load(q_in + of_key), tl.trans(k), input_precision="ieee")
-    tl.store(qk_out + of_head[:, None] * CHUNK_SIZE + c[None, :], (qk * decay).to(dtype))
+    qk = tl.where(c[:, None] >= c[None, :], qk * decay, 0.0)
+    tl.store(qk_out + of_head[:, None] * CHUNK_SIZE + c[None, :], qk.to(dtype))
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
     T = unit_lower_inverse(tl.where(below, beta[:, None] * kk * decay, 0.0), PRECISION)
-    if PRECISION == "ieee":
-        w = tl.dot(T, (beta * since_start)[:, None] * k.to(tl.float32), input_precision=PRECISION)
-    else:
-        w = tl.dot((T * (beta * since_start)[None, :]).to(dtype), k)
+    w = tl.dot((T * (beta * since_start)[None, :]).to(dtype), k, input_precision="ieee")
     tl.store(w_out + of_head[:, None] * Y + y[None, :], w.to(dtype))
-    slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
-    channels = j * (2 * Y + V * Z) + 2 * Y + v * Z + z
-    value = convolve_chunk(qkv, conv_w, conv, first_row, i, live, slot, tl.load(fresh_B + b), channels, C, W)
-    if PRECISION == "ieee":
-        value = tl.dot(T, beta[:, None] * value, input_precision=PRECISION)
-    else:
-        value = tl.dot((T * beta[None, :]).to(dtype), value.to(dtype))
+    value = tl.load(v_in + of_head[:, None] * Z + z[None, :])
+    value = tl.dot((T * beta[None, :]).to(dtype), value, input_precision="ieee")
     tl.store(v_out + of_head[:, None] * Z + z[None, :], value.to(dtype))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from qwen_spmd.pallas.grouped_mlp.kernels import grouped_matmul
+from qwen_spmd.pallas.grouped_mlp.kernels import AFTER, BEFORE, EACH, grouped_matmul
 from qwen_spmd.pallas.scaled import Scaled
 from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, configs, launch, processors
 
@@ -65,6 +65,9 @@ def _grouped(
     values, block = (w.values, w.block) if isinstance(w, Scaled) else (w, (0, 0))
     c = _config(kernel, x, values, expected)
     block_o, block_i, block_r = c["block_o"], c["block_i"], c["block_r"]
+    when = 0
+    if block[0]:
+        when = EACH if block[0] % block_i else BEFORE if c["scale_weights"] else AFTER
     # Without edges in the way; rows beyond an expert's are another's and are not kept.
     tma = bool(c["tma"]) and I % block_i == 0 and O % block_o == 0
     tma_rows = bool(c["tma_rows"]) and tma and w_up is None and R >= block_r and x.dtype == jnp.bfloat16
@@ -93,11 +96,13 @@ def _grouped(
         I=I,
         O=O,
         GATED=w_up is not None,
+        PASSES=c["passes"] if w_up is not None else 1,
         SWAP=bool(c["swap"]),
         TMA=tma,
         TMA_ROWS=tma_rows,
         SCALE_I=block[0],
         SCALE_O=block[1],
+        WHEN=when,
         BLOCK_E=triton.next_power_of_2(E),
         BLOCK_R=block_r,
         BLOCK_I=block_i,
@@ -117,7 +122,7 @@ def _config(kernel: str, x: jax.Array, w: jax.Array, expected: int) -> configs.C
         rule = {"block_r": 64, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 1, "programs": 1}
     else:
         rule = {"block_r": 128, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 0, "programs": 1}
-    rule |= {"tma": 1, "tma_rows": 1, "flatten": 0}
+    rule |= {"tma": 1, "tma_rows": 1, "flatten": 0, "passes": 1, "scale_weights": 0}
     c = configs.choose("grouped_mlp", kernel, f"{w.dtype.name} {I}x{O}, {mean} rows of {E}", rule)
     fit = lambda size, block: min(block, max(16, triton.next_power_of_2(size)))  # noqa: E731
     c = c | {"block_o": fit(O, c["block_o"]), "block_i": fit(I, c["block_i"])}

@@ -4,9 +4,25 @@
 import triton
 import triton.language as tl
 
+AFTER, BEFORE, EACH = 1, 2, 3
+"""When weights in eight bits get their scales: the product of a tile, its weights, or each weight its own."""
+
 
 @triton.jit
-def load_weights(w, matrix, i0, o0, I, O, TMA: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr):
+def load_rows(x, x_at, live, first, i0, I: tl.constexpr, BLOCK_I: tl.constexpr, TMA: tl.constexpr):
+    """[BLOCK_R, BLOCK_I] of x; zeros beyond I and, without TMA, of rows that are not live."""
+    if TMA:
+        rows = x.load([first, i0])
+    elif I % BLOCK_I == 0:
+        rows = tl.load(x_at + i0, mask=live[:, None], other=0.0)
+    else:
+        rows = tl.load(x_at + i0, mask=live[:, None] & (i0 + tl.arange(0, BLOCK_I) < I)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def load_weights(w, matrix, i0, o0, I: tl.constexpr, O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr,
+                 TMA: tl.constexpr):  # fmt: skip
     """[BLOCK_I, BLOCK_O] of a matrix of a stack [.., I, O]; zeros beyond its edges."""
     if TMA:
         tile = w.load([matrix * I + i0, o0])
@@ -18,45 +34,101 @@ def load_weights(w, matrix, i0, o0, I, O, TMA: tl.constexpr, BLOCK_I: tl.constex
 
 
 @triton.jit
-def load_scales(s, matrix, i0, o0, I: tl.constexpr, O: tl.constexpr, SCALE_I: tl.constexpr, SCALE_O: tl.constexpr,
-                BLOCK_O: tl.constexpr):  # fmt: skip
-    """Of the row of blocks that i0 is in: a scalar where all BLOCK_O columns have the same, else [BLOCK_O]."""
+def load_scales(s, matrix, i0, o0, I: tl.constexpr, O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr,
+                SCALE_I: tl.constexpr, SCALE_O: tl.constexpr, WHEN: tl.constexpr):  # fmt: skip
+    """Of a tile of weights: a scalar where it lies in one block, else [BLOCK_O], or [BLOCK_I, BLOCK_O] for EACH."""
     rows: tl.constexpr = (I + SCALE_I - 1) // SCALE_I
     columns: tl.constexpr = (O + SCALE_O - 1) // SCALE_O
-    base = s + matrix.to(tl.int64) * (rows * columns) + i0 // SCALE_I * columns
-    if SCALE_O % BLOCK_O == 0:
-        scale = tl.load(base + o0 // SCALE_O)
+    base = s + matrix.to(tl.int64) * (rows * columns)
+    i, o = i0 + tl.arange(0, BLOCK_I), o0 + tl.arange(0, BLOCK_O)
+    if WHEN == 3:
+        at = (i // SCALE_I)[:, None] * columns + (o // SCALE_O)[None, :]
+        scale = tl.load(base + at, mask=(i < I)[:, None] & (o < O)[None, :], other=0.0)
+    elif SCALE_O % BLOCK_O == 0:
+        scale = tl.load(base + tl.minimum(i0 // SCALE_I, rows - 1) * columns + o0 // SCALE_O)
     else:
-        o = o0 + tl.arange(0, BLOCK_O)
-        scale = tl.load(base + o // SCALE_O, mask=o < O, other=0.0)
+        at = tl.minimum(i0 // SCALE_I, rows - 1) * columns + o // SCALE_O
+        scale = tl.load(base + at, mask=o < O, other=0.0)
     return scale
 
 
 @triton.jit
-def scale_weights(tile, s, matrix, i0, o0, I: tl.constexpr, O: tl.constexpr, SCALE_I: tl.constexpr,
-                  SCALE_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr):  # fmt: skip
-    """Each of [BLOCK_I, BLOCK_O] by its own scale, in float32."""
-    rows: tl.constexpr = (I + SCALE_I - 1) // SCALE_I
-    columns: tl.constexpr = (O + SCALE_O - 1) // SCALE_O
-    i, o = i0 + tl.arange(0, BLOCK_I), o0 + tl.arange(0, BLOCK_O)
-    at = matrix.to(tl.int64) * (rows * columns) + (i // SCALE_I)[:, None] * columns + (o // SCALE_O)[None, :]
-    return tile.to(tl.float32) * tl.load(s + at, mask=(i < I)[:, None] & (o < O)[None, :], other=0.0)
-
-
-@triton.jit
-def multiply_add(x, w, total, scale, SCALED: tl.constexpr, SWAP: tl.constexpr):
-    """total + scale (x w), or its transpose; x [BLOCK_R, BLOCK_I], w [BLOCK_I, BLOCK_O], scale [BLOCK_O] or scalar."""
+def multiply_add(rows, weights, scale, total, WHEN: tl.constexpr, SWAP: tl.constexpr):
+    """total + rows weights, or its transpose; rows [BLOCK_R, BLOCK_I], weights [BLOCK_I, BLOCK_O] times scale."""
+    if WHEN >= 2:
+        if scale.type.is_block() and len(scale.shape) == 1:
+            scale = tl.expand_dims(scale, 0)
+        weights = weights.to(tl.float32) * scale
+    weights = weights.to(rows.dtype)
     if SWAP:
-        a, b = tl.trans(w), tl.trans(x)
+        a, b = tl.trans(weights), tl.trans(rows)
     else:
-        a, b = x, w
-    if SCALED:
+        a, b = rows, weights
+    if WHEN == 1:
         if scale.type.is_block():
             scale = tl.expand_dims(scale, 1 if SWAP else 0)
         total += scale * tl.dot(a, b, input_precision="ieee")
     else:
         total = tl.dot(a, b, total, input_precision="ieee")
     return total
+
+
+@triton.jit
+def multiply(x, x_at, live, first, w, s, matrix, o0, I: tl.constexpr, O: tl.constexpr, BLOCK_R: tl.constexpr,
+             BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, SCALE_I: tl.constexpr, SCALE_O: tl.constexpr,
+             WHEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr):  # fmt: skip
+    """A tile's rows times its columns of w, float32 [BLOCK_R, BLOCK_O], or transposed."""
+    total = tl.zeros([BLOCK_O, BLOCK_R] if SWAP else [BLOCK_R, BLOCK_O], tl.float32)
+    scale = 1.0
+    if WHEN == 1 or WHEN == 2:
+        scale = load_scales(s, matrix, 0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+    for i0 in range(0, I, BLOCK_I):
+        rows = load_rows(x, x_at, live, first, i0, I, BLOCK_I, TMA_ROWS)
+        tile = load_weights(w, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
+        if WHEN == 3:
+            scale = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        next_scale = scale
+        if WHEN == 1 or WHEN == 2:  # a step ahead
+            next_scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        total = multiply_add(rows, tile, scale, total, WHEN, SWAP)
+        if WHEN == 1 or WHEN == 2:
+            scale = next_scale
+    return total
+
+
+@triton.jit
+def multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I: tl.constexpr, O: tl.constexpr,
+                  BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, SCALE_I: tl.constexpr,
+                  SCALE_O: tl.constexpr, WHEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+                  TMA_ROWS: tl.constexpr):  # fmt: skip
+    """`multiply` by w and by w_up, of rows that are read once."""
+    total = tl.zeros([BLOCK_O, BLOCK_R] if SWAP else [BLOCK_R, BLOCK_O], tl.float32)
+    total_up = total
+    scale, scale_up = 1.0, 1.0
+    if WHEN == 1 or WHEN == 2:
+        scale = load_scales(s, matrix, 0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        scale_up = load_scales(s_up, matrix, 0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+    for i0 in range(0, I, BLOCK_I):
+        rows = load_rows(x, x_at, live, first, i0, I, BLOCK_I, TMA_ROWS)
+        tile = load_weights(w, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
+        tile_up = load_weights(w_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
+        if WHEN == 3:
+            scale = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+            scale_up = load_scales(s_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        next_scale, next_up = scale, scale_up
+        if WHEN == 1 or WHEN == 2:  # a step ahead
+            next_scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+            next_up = load_scales(s_up, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        total = multiply_add(rows, tile, scale, total, WHEN, SWAP)
+        total_up = multiply_add(rows, tile_up, scale_up, total_up, WHEN, SWAP)
+        if WHEN == 1 or WHEN == 2:
+            scale, scale_up = next_scale, next_up
+    return total, total_up
+
+
+@triton.jit
+def silu(x):
+    return x / (1 + tl.exp(-x))
 
 
 @triton.jit
@@ -74,11 +146,13 @@ def grouped_matmul(
     I: tl.constexpr,
     O: tl.constexpr,
     GATED: tl.constexpr,
+    PASSES: tl.constexpr,
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     TMA_ROWS: tl.constexpr,
     SCALE_I: tl.constexpr,
     SCALE_O: tl.constexpr,
+    WHEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -87,13 +161,13 @@ def grouped_matmul(
 ):
     """out[r] = silu(x[rows[r]] w) * (x[rows[r]] w_up) if GATED, else x[r] w, for the matrices of r's expert.
 
-    SCALE_I, SCALE_O  block of a scale, 0: the weights have none
+    PASSES            2: first the gate, then up, so that each can have twice the columns
+    SWAP              compute transposed
+    SCALE_I, SCALE_O  block of a scale; WHEN it is applied, 0: there are none
+    FLATTEN           load a tile's first weights while the one before is finished
     """
     columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
     dtype: tl.constexpr = out.dtype.element_ty
-    # Scales that a whole tile's rows share are left for the product of that tile.
-    late: tl.constexpr = SCALE_I > 0 and SCALE_I % BLOCK_I == 0
-    early: tl.constexpr = SCALE_I > 0 and SCALE_I % BLOCK_I != 0
     e = tl.arange(0, BLOCK_E)
     size = tl.load(sizes + e, mask=e < E, other=0)
     row_ends = tl.cumsum(size, 0)
@@ -107,51 +181,28 @@ def grouped_matmul(
         tiles_before = tl.max(tl.where(before, tile_ends, 0), 0)
         first = tl.max(tl.where(before, row_ends, 0), 0) + (tile - tiles_before) * BLOCK_R
         end = tl.min(tl.where(before, 0x7FFFFFFF, row_ends), 0)
-        r = first + tl.arange(0, BLOCK_R)
+        r, o = first + tl.arange(0, BLOCK_R), o0 + tl.arange(0, BLOCK_O)
         live = r < end
-        row = tl.load(rows + r, mask=live, other=0) if GATED else r
+        x_at = x
         if not TMA_ROWS:
-            x_row = x + row.to(tl.int64)[:, None] * I + tl.arange(0, BLOCK_I)[None, :]
-        if SWAP:
-            total = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
-            total_up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
+            row = tl.load(rows + r, mask=live, other=0) if GATED else r
+            x_at = x + row.to(tl.int64)[:, None] * I + tl.arange(0, BLOCK_I)[None, :]
+        out_at = out + r.to(tl.int64)[:, None] * O + o[None, :]
+        kept = live[:, None] & (o < O)[None, :]
+        if GATED and PASSES == 1:
+            gate, up = multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I, O, BLOCK_R, BLOCK_I,
+                                     BLOCK_O, SCALE_I, SCALE_O, WHEN, SWAP, TMA, TMA_ROWS)  # fmt: skip
+            total = silu(gate) * up
         else:
-            total = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-            total_up = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-        scale, scale_up = 1.0, 1.0
-        if late:
-            scale = load_scales(s, matrix, 0, o0, I, O, SCALE_I, SCALE_O, BLOCK_O)
-            if GATED:
-                scale_up = load_scales(s_up, matrix, 0, o0, I, O, SCALE_I, SCALE_O, BLOCK_O)
-        for i0 in range(0, I, BLOCK_I):
-            if TMA_ROWS:
-                part = x.load([first, i0])
-            elif I % BLOCK_I == 0:
-                part = tl.load(x_row + i0, mask=live[:, None], other=0.0)
-            else:
-                part = tl.load(x_row + i0, mask=live[:, None] & (i0 + tl.arange(0, BLOCK_I) < I)[None, :], other=0.0)
-            tile_w = load_weights(w, matrix, i0, o0, I, O, TMA, BLOCK_I, BLOCK_O)
-            if early:
-                tile_w = scale_weights(tile_w, s, matrix, i0, o0, I, O, SCALE_I, SCALE_O, BLOCK_I, BLOCK_O)
-            if late:  # the next ones, early enough
-                next_i0 = tl.minimum(i0 + BLOCK_I, I - 1)
-                next_scale = load_scales(s, matrix, next_i0, o0, I, O, SCALE_I, SCALE_O, BLOCK_O)
-            total = multiply_add(part, tile_w.to(dtype), total, scale, late, SWAP)
-            if late:
-                scale = next_scale
-            if GATED:
-                tile_up = load_weights(w_up, matrix, i0, o0, I, O, TMA, BLOCK_I, BLOCK_O)
-                if early:
-                    tile_up = scale_weights(tile_up, s_up, matrix, i0, o0, I, O, SCALE_I, SCALE_O, BLOCK_I, BLOCK_O)
-                if late:
-                    next_up = load_scales(s_up, matrix, next_i0, o0, I, O, SCALE_I, SCALE_O, BLOCK_O)
-                total_up = multiply_add(part, tile_up.to(dtype), total_up, scale_up, late, SWAP)
-                if late:
-                    scale_up = next_up
-        if GATED:
-            total = total / (1 + tl.exp(-total)) * total_up
+            total = multiply(x, x_at, live, first, w, s, matrix, o0, I, O, BLOCK_R, BLOCK_I, BLOCK_O, SCALE_I,
+                             SCALE_O, WHEN, SWAP, TMA, TMA_ROWS)  # fmt: skip
+            if GATED:  # the gate waits in its own place of the output: there are not registers enough
+                gate = silu(total).to(dtype)
+                tl.store(out_at, tl.trans(gate) if SWAP else gate, mask=kept)
+                total = multiply(x, x_at, live, first, w_up, s_up, matrix, o0, I, O, BLOCK_R, BLOCK_I, BLOCK_O, SCALE_I,
+                                 SCALE_O, WHEN, SWAP, TMA, TMA_ROWS)  # fmt: skip
+                tl.debug_barrier()
+                gate = tl.load(out_at, mask=kept, other=0.0)
+                total *= tl.trans(gate) if SWAP else gate
         total = total.to(dtype)
-        if SWAP:
-            total = tl.trans(total)
-        o = o0 + tl.arange(0, BLOCK_O)
-        tl.store(out + r.to(tl.int64)[:, None] * O + o[None, :], total, mask=live[:, None] & (o < O)[None, :])
+        tl.store(out_at, tl.trans(total) if SWAP else total, mask=kept)

@@ -76,16 +76,22 @@ def _write(
 def _prefill(q_TNH: jax.Array, kv: jax.Array, o_TNH: jax.Array, layer: jax.Array, rows: Ragged) -> jax.Array:
     """Fills in the rows of sequences with several tokens."""
     sizes = _sizes(q_TNH, kv, rows)
-    T, B, K, G = len(q_TNH), sizes["B"], sizes["K"], sizes["N"] // sizes["K"]
+    T, B, K, H, G = len(q_TNH), sizes["B"], sizes["K"], sizes["H"], sizes["N"] // sizes["K"]
     # A tile of as many rows as the sequences fill on average: verification of drafts has a few tokens each.
     fill = triton.next_power_of_2(triton.cdiv(T, B) * G)
-    rule = {"block_m": min(max(fill, 16), 128), "block_n": 64, "warps": 8 if fill >= 128 else 4, "stages": 3, "tma": 1}
+    rule = {
+        "block_m": min(max(fill, 16), 128),
+        "block_n": 64 if H > 128 else 128,
+        "warps": 8 if fill >= 128 else 4,
+        "stages": 3,
+        "tma": 1,
+    }
     c = configs.choose("paged_attention", "prefill", _shape_class(q_TNH, kv, f"{rule['block_m']} rows"), rule)
     block_m, block_n = max(c["block_m"], triton.next_power_of_2(G)), c["block_n"]
     if q_TNH.dtype == jnp.float32:
         block_m, block_n = max(16, triton.next_power_of_2(G)), 16
     tokens = block_m // G
-    S, H = sizes["S"], sizes["H"]
+    S = sizes["S"]
     # Rows of a tensor descriptor are numbered in 32 bits, and lie 16 bytes apart at least.
     tma = bool(c["tma"]) and S % block_n == 0 and kv.size // H < 1 << 31 and q_TNH.dtype != jnp.float32
     tiles_B = jnp.where(rows.q_len_B > 1, (rows.q_len_B + tokens - 1) // tokens, 0)
@@ -129,9 +135,10 @@ def _decode(
     sizes = _sizes(q_TNH, kv, rows)
     P, B, N, K, S, H = (sizes[c] for c in "PBNKSH")
     G = N // K
-    # Few sequences make pieces of one size; many need more, since their lengths differ.
-    pieces = 1 if B * K * 4 <= 2 * processors() else 4
-    rule = {"block_n": 64 if H <= 128 else 32, "warps": 4, "stages": 5, "programs": 2, "pieces": pieces}
+    if B * K * 4 <= 2 * processors():  # few sequences: pieces of one size, one for each processor
+        rule = {"block_n": 64, "warps": 8, "stages": 5, "programs": 1, "pieces": 1}
+    else:  # sequences of many lengths need several
+        rule = {"block_n": 64, "warps": 4, "stages": 3 if H > 128 else 5, "programs": 2, "pieces": 2}
     c = configs.choose("paged_attention", "decode", _shape_class(q_TNH, kv, f"{B} sequences"), rule)
     block = 16 if q_TNH.dtype == jnp.float32 else c["block_n"]
     programs = processors() * c["programs"]
@@ -176,6 +183,7 @@ def _decode(
         BLOCK_N=block,
         **sizes,
     )
+    block_h = H if B * N >= 4 * processors() else min(H, 64)
     (o_TNH,) = launch(
         kernels.combine,
         row_B,
@@ -186,14 +194,14 @@ def _decode(
         o_TNH,
         out=(ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype),),
         alias={5: 0},
-        grid=(B, N, triton.cdiv(H, 64)),
+        grid=(B, N, H // block_h),
         warps=4,
         N=N,
         K=K,
         H=H,
         ZEROS=not given,
-        BLOCK_C=16,
-        BLOCK_H=min(H, 64),
+        BLOCK_C=8 if block_h == H else 16,
+        BLOCK_H=block_h,
     )
     return o_TNH, kv
 

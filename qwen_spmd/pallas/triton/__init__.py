@@ -20,7 +20,17 @@ from jax import ShapeDtypeStruct
 
 from qwen_spmd.mesh.vary import vary_like
 
-__all__ = ["Descriptor", "Launch", "ShapeDtypeStruct", "capability", "interpreted", "launch", "processors", "recorded", "target"]
+__all__ = [
+    "Descriptor",
+    "Launch",
+    "ShapeDtypeStruct",
+    "capability",
+    "interpreted",
+    "launch",
+    "processors",
+    "recorded",
+    "target",
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,11 +195,11 @@ def _repair() -> None:
     def truth(mask: TensorHandle) -> TensorHandle:
         return TensorHandle(mask.data.astype(np.bool_), tl.int1)
 
-    def create_masked_load(self: Any, pointers: TensorHandle, mask: TensorHandle, *rest: Any) -> Any:
-        return load(self, pointers, truth(mask), *rest)
+    def create_masked_load(self: Any, pointers: TensorHandle, mask: TensorHandle, *rest: Any, **named: Any) -> Any:
+        return load(self, pointers, truth(mask), *rest, **named)
 
-    def create_masked_store(self: Any, pointers: TensorHandle, value: Any, mask: TensorHandle, *rest: Any) -> Any:
-        return store(self, pointers, value, truth(mask), *rest)
+    def create_masked_store(self: Any, pointers: TensorHandle, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return store(self, pointers, value, truth(mask), *rest, **named)
 
     for method in (create_dot, binary_op, ternary_op, create_masked_load, create_masked_store):
         setattr(InterpreterBuilder, method.__name__, method)
