@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Params in which each layer's matrices are arrays of their own, for programs that unroll the layers.
+"""Params in which each layer's arrays are its own, for programs that unroll the layers.
 
 XLA multiplies out of whole arrays. On a GPU, a matrix within a stack is first copied out of it, which triples the bytes
-that a decode step reads of it. So there the stacks that go through XLA's own matmuls become tuples of L arrays. Stacks
-that kernels read (experts) and small ones (norms) stay.
+that a decode step reads of it. So there all stacks become tuples of L arrays, but for the experts', out of which our
+own kernels read.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def unstack(params: Params, cfg: ModelConfig, layout: Layout, *, donate: bool = 
             x.delete()
         return layers
 
-    return _each_matrix(cut, params, cfg, layout)
+    return _each_alone(cut, params, cfg, layout)
 
 
 def unstack_specs(specs: Params, cfg: ModelConfig, layout: Layout) -> Params:
     """The same of PartitionSpecs."""
-    return _each_matrix(lambda leaf, spec: (P(*spec[1:]),) * leaf.shape[0], specs, cfg, layout)
+    return _each_alone(lambda leaf, spec: (P(*spec[1:]),) * leaf.shape[0], specs, cfg, layout)
 
 
 def stack(params: Params) -> Params:
@@ -76,12 +76,12 @@ def _is_tuple_of_layers(x: Any) -> bool:
     return isinstance(x, tuple) and not isinstance(x, P) and not (x and isinstance(x[0], Block))
 
 
-def _each_matrix(cut: Callable[[Leaf, Any], tuple], tree: Params, cfg: ModelConfig, layout: Layout) -> Params:
+def _each_alone(cut: Callable[[Leaf, Any], tuple], tree: Params, cfg: ModelConfig, layout: Layout) -> Params:
     declared: Params = declare(cfg, jnp.float32, layout)
 
-    def matrix(leaf: Leaf) -> bool:
-        """Of each layer, and of all its outputs: neither experts nor the convolution's taps."""
-        return "Q" not in leaf.dims and "D" in leaf.dims and len(leaf.dims) > 2
+    def alone(leaf: Leaf) -> bool:
+        """All but the experts and their places, which are read where they are in the stack."""
+        return "Q" not in leaf.dims and "E" not in leaf.dims.removeprefix("LD")
 
-    blocks = jax.tree.map(lambda leaf, x: cut(leaf, x) if matrix(leaf) else x, declared.blocks, tree.blocks)
+    blocks = jax.tree.map(lambda leaf, x: cut(leaf, x) if alone(leaf) else x, declared.blocks, tree.blocks)
     return tree.replace(blocks=blocks)  # type: ignore[attr-defined]

@@ -50,6 +50,9 @@ STOP_CHECK = 4
 COMPILER_OPTIONS = {
     # Otherwise 16-bit expert weights get another tiling within the program than outside of it: a copy of all of them.
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
+    # Pages fill the memory on purpose: XLA must not take that for a want of it, and compute things twice to save some.
+    # Products of the same rows are not merged: that would put their weights side by side, a copy in every step.
+    "gpu": {"xla_gpu_memory_limit_slop_factor": "100000", "xla_gpu_dot_merger_threshold_mb": "0"},
 }
 """By platform."""
 
@@ -127,7 +130,7 @@ class Steps:
 
     def build(self, lowered: Any) -> Any:
         """The compiled program of what `lower` gave. The first one's choice of layouts binds the later ones."""
-        program = lowered.compile(COMPILER_OPTIONS.get(self._platform))
+        program = lowered.compile(COMPILER_OPTIONS.get(self._platform.replace("cuda", "gpu")))
         if not self._formats_chosen:
             chosen = program.input_formats[0][0]
             # What no step reads is no argument of the program.
