@@ -81,7 +81,7 @@ def _each_alone(cut: Callable[[Leaf, Any], tuple], tree: Params, cfg: ModelConfi
 
     def alone(leaf: Leaf) -> bool:
         """All but the experts and their places, which are read where they are in the stack."""
-        return "Q" not in leaf.dims and "E" not in leaf.dims.removeprefix("LD")
+        return "Q" not in leaf.dims and leaf.dims != "LEA"
 
     blocks = jax.tree.map(lambda leaf, x: cut(leaf, x) if alone(leaf) else x, declared.blocks, tree.blocks)
     return tree.replace(blocks=blocks)  # type: ignore[attr-defined]

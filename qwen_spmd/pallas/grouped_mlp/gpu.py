@@ -92,6 +92,7 @@ def _grouped(
         grid=(min(tiles * triton.cdiv(O, block_o), c["programs"] * processors()),),
         warps=c["warps"],
         stages=c["stages"],
+        options={"maxnreg": c["registers"]} if c["registers"] else None,
         E=E,
         I=I,
         O=O,
@@ -122,7 +123,7 @@ def _config(kernel: str, x: jax.Array, w: jax.Array, expected: int) -> configs.C
         rule = {"block_r": 64, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 1, "programs": 1}
     else:
         rule = {"block_r": 128, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 0, "programs": 1}
-    rule |= {"tma": 1, "tma_rows": 1, "flatten": 0, "passes": 1, "scale_weights": 0}
+    rule |= {"tma": 1, "tma_rows": 1, "flatten": 0, "passes": 1, "scale_weights": 0, "registers": 0}
     c = configs.choose("grouped_mlp", kernel, f"{w.dtype.name} {I}x{O}, {mean} rows of {E}", rule)
     fit = lambda size, block: min(block, max(16, triton.next_power_of_2(size)))  # noqa: E731
     c = c | {"block_o": fit(O, c["block_o"]), "block_i": fit(I, c["block_i"])}

@@ -59,6 +59,8 @@ def multiply_add(rows, weights, scale, total, WHEN: tl.constexpr, SWAP: tl.const
         if scale.type.is_block() and len(scale.shape) == 1:
             scale = tl.expand_dims(scale, 0)
         weights = weights.to(tl.float32) * scale
+    elif WHEN == 1:  # by way of float32: the machine is slow at 16 bits to 16
+        weights = weights.to(tl.float32)
     weights = weights.to(rows.dtype)
     if SWAP:
         a, b = tl.trans(weights), tl.trans(rows)

@@ -31,7 +31,8 @@ def slab(pages, layer, b, k, pos, P: tl.constexpr, K: tl.constexpr, S: tl.conste
 
 @triton.jit
 def load_context(kv, pages, layer, b, k, pos, end, P: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
-                 PAGES: tl.constexpr, H: tl.constexpr, ONE_PAGE: tl.constexpr, MASK: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+                 PAGES: tl.constexpr, H: tl.constexpr, ONE_PAGE: tl.constexpr, MASK: tl.constexpr,
+                 dtype: tl.constexpr):  # fmt: skip
     """Keys and values [BLOCK, H] of consecutive positions, of which those from `end` on are zeros if MASK."""
     h = tl.arange(0, H)
     if ONE_PAGE:
