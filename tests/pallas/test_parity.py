@@ -58,11 +58,13 @@ def check_paged_attention(x: paged_attention.Inputs, got, factor, impl):
     T, N, H = x.q_TNH.shape
     K, S = x.k_TKH.shape[1], x.page_size
     kv, o_TNH = x.kv.copy(), np.zeros((T, N, H))
+    limit = float(jnp.finfo(kv.dtype).max)
+    k_TKH, v_TKH = (np.clip(y.astype(np.float32), -limit, limit).astype(kv.dtype) for y in (x.k_TKH, x.v_TKH))
     for b, rows in sequences(x.batch, x.one_token):
         pages, end = x.batch.pages_BP[b], x.batch.kv_len_B[b]
         for t, pos in zip(rows, range(end - len(rows), end), strict=True):
-            kv[x.layer, pages[pos // S], :, 0, pos % S] = x.k_TKH[t]
-            kv[x.layer, pages[pos // S], :, 1, pos % S] = x.v_TKH[t]
+            kv[x.layer, pages[pos // S], :, 0, pos % S] = k_TKH[t]
+            kv[x.layer, pages[pos // S], :, 1, pos % S] = v_TKH[t]
         context = f64(kv[x.layer, pages[: -(-end // S)]])
         k, v = (context[:, :, i].swapaxes(1, 2).reshape(-1, K, H)[:end] for i in (0, 1))
         for t, n in zip(rows, range(end - len(rows) + 1, end + 1), strict=True):
@@ -161,7 +163,13 @@ class Op(NamedTuple):
 
 
 OPS = {
-    "paged_attention": Op(paged_attention, check_paged_attention, 3, ("q_TNH", "k_TKH", "v_TKH", "kv")),
+    "paged_attention": Op(
+        paged_attention,
+        check_paged_attention,
+        3,
+        ("q_TNH", "k_TKH", "v_TKH", "kv"),
+        interpreted=("one token", "8-bit pages, one token", "bucket of 8, 5 live, bfloat16", "one head"),
+    ),
     "gated_delta": Op(gated_delta, check_gated_delta, 3, ("qkv_TC", "b_TU", "a_TU", "dt_bias_U", "conv", "rec")),
     "few_rows_mlp": Op(few_rows_mlp, check_few_rows_mlp, 3, ("x_TD", "gates_TE", "w_gate", "w_up", "w_down")),
     "grouped_mlp": Op(

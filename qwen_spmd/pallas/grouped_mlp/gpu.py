@@ -117,16 +117,38 @@ def _config(kernel: str, x: jax.Array, w: jax.Array, expected: int) -> configs.C
     """By the mean number of an expert's rows."""
     _, E, I, O = w.shape
     mean = triton.next_power_of_2(max(1, triton.cdiv(expected, E)))
-    if mean <= 32:
-        rule = {"block_r": 32, "block_o": 64, "block_i": 64, "warps": 4, "stages": 4, "swap": 1, "programs": 2}
-    elif mean <= 64:
-        rule = {"block_r": 64, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 1, "programs": 1}
-    else:
-        rule = {"block_r": 128, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 0, "programs": 1}
-    rule |= {"tma": 1, "tma_rows": 1, "flatten": 0, "passes": 1, "scale_weights": 0, "registers": 0}
+    rule = {"tma": 1, "tma_rows": 1, "flatten": 0, "passes": 1, "scale_weights": 1, "registers": 0}
+    rule |= (_many_rows if mean > 32 else _few_rows)(kernel, mean, min(E, expected), O, w.dtype.itemsize)
     c = configs.choose("grouped_mlp", kernel, f"{w.dtype.name} {I}x{O}, {mean} rows of {E}", rule)
     fit = lambda size, block: min(block, max(16, triton.next_power_of_2(size)))  # noqa: E731
     c = c | {"block_o": fit(O, c["block_o"]), "block_i": fit(I, c["block_i"])}
     if x.dtype == jnp.float32:  # twice the bytes; computed without the matrix unit
         c |= {"block_r": min(32, c["block_r"]), "block_o": min(64, c["block_o"]), "block_i": 16, "stages": 2}
+    elif w.dtype.itemsize > x.dtype.itemsize:
+        c |= {"block_i": c["block_i"] // 2}
     return c
+
+
+def _few_rows(kernel: str, mean: int, experts: int, O: int, itemsize: int) -> configs.Config:
+    """Weights are read at the memory's speed: small tiles, several programs a processor. Half the experts have more
+    rows than the mean, and some have far more: tiles have room for twice as many, where that costs nothing."""
+    block_r = 16 if mean <= 2 else 32 if mean <= 8 else 64
+    rule = {"block_r": block_r, "block_o": 64, "block_i": 64, "warps": 4, "stages": 4, "swap": 1, "programs": 2}
+    if experts * O < 64 * processors():  # not a tile for each processor: deeper
+        rule |= {"stages": 6}
+    elif kernel == "gate_up" and block_r == 64:
+        rule |= {"stages": 3, "programs": 3}
+    elif kernel == "down":
+        rule |= {"block_o": 128, "block_i": 128, "stages": 2, "programs": 3 if block_r == 16 else 2}
+    return rule
+
+
+def _many_rows(kernel: str, mean: int, experts: int, O: int, itemsize: int) -> configs.Config:
+    rule = {"block_r": 128, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 0, "programs": 1}
+    if kernel == "down" and O % 256 == 0:
+        rule |= {"block_o": 256, "stages": 3, "flatten": 1}
+    elif kernel == "gate_up" and mean <= 128:  # still bound by memory
+        rule |= {"block_o": 64, "warps": 4, "stages": 3, "programs": 2}
+    elif kernel == "gate_up" and mean >= 512 and O % 256 == 0 and O >= 1024:
+        rule |= {"block_o": 256, "stages": 3, "passes": 2}
+    return rule

@@ -87,14 +87,12 @@ def multiply(x, x_at, live, first, w, s, matrix, o0, I: tl.constexpr, O: tl.cons
     for i0 in range(0, I, BLOCK_I):
         rows = load_rows(x, x_at, live, first, i0, I, BLOCK_I, TMA_ROWS)
         tile = load_weights(w, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
+        now = scale
         if WHEN == 3:
-            scale = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-        next_scale = scale
-        if WHEN == 1 or WHEN == 2:  # a step ahead
-            next_scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-        total = multiply_add(rows, tile, scale, total, WHEN, SWAP)
-        if WHEN == 1 or WHEN == 2:
-            scale = next_scale
+            now = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        elif WHEN > 0:  # a step ahead
+            scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        total = multiply_add(rows, tile, now, total, WHEN, SWAP)
     return total
 
 
@@ -114,17 +112,15 @@ def multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I: tl.cons
         rows = load_rows(x, x_at, live, first, i0, I, BLOCK_I, TMA_ROWS)
         tile = load_weights(w, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
         tile_up = load_weights(w_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
+        now, now_up = scale, scale_up
         if WHEN == 3:
-            scale = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-            scale_up = load_scales(s_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-        next_scale, next_up = scale, scale_up
-        if WHEN == 1 or WHEN == 2:  # a step ahead
-            next_scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-            next_up = load_scales(s_up, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-        total = multiply_add(rows, tile, scale, total, WHEN, SWAP)
-        total_up = multiply_add(rows, tile_up, scale_up, total_up, WHEN, SWAP)
-        if WHEN == 1 or WHEN == 2:
-            scale, scale_up = next_scale, next_up
+            now = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+            now_up = load_scales(s_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        elif WHEN > 0:  # a step ahead
+            scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+            scale_up = load_scales(s_up, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
+        total = multiply_add(rows, tile, now, total, WHEN, SWAP)
+        total_up = multiply_add(rows, tile_up, now_up, total_up, WHEN, SWAP)
     return total, total_up
 
 

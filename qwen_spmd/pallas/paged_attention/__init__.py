@@ -23,7 +23,8 @@ def paged_attention(
     """Write the new keys and values, then attend each row to its sequence's first `pos + 1` tokens.
 
     q_TNH, k_TKH, v_TKH  the step's queries, keys (both after norm and rope) and values; N a multiple of K
-    kv                   [L, P, K, 2, S, H], all layers' pages; updated in place when donated
+    kv                   [L, P, K, 2, S, H], all layers' pages, in q's dtype or float8_e4m3fn; updated in place when
+                         donated. Eight bits have no scale: stored values saturate, loaded ones are cast to q's dtype
     layer                int32 scalar, which of the L
     rows                 the batch's metadata
 

@@ -25,8 +25,9 @@ from qwen_spmd.state import Batch
 class Case:
     """`seqs` are (q_len, kv_len) of the sequences, kv_len with the step's tokens.
 
-    pages  in the pool; None: as many as there are tokens for
-    full   too big for a CPU test
+    pages     in the pool; None: as many as there are tokens for
+    kv_dtype  of the pages; None: dtype, which is that of the rows
+    full      too big for a CPU test
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     pages_per_seq: int = 16
     pages: int | None = 64
     dtype: str = "float32"
+    kv_dtype: str | None = None
     one_token: bool = False
     full: bool = False
     notes: str = ""
@@ -66,7 +68,7 @@ def run(x: Inputs, impl: Impl) -> tuple[jax.Array, jax.Array]:
 
 def inputs(case: Case, seed: int = 0) -> Inputs:
     """numpy arrays; keys and values as norm, rope and projection leave them, of unit size."""
-    rng, dtype = np.random.default_rng(seed), jnp.dtype(case.dtype)
+    rng, dtype, kv_dtype = np.random.default_rng(seed), jnp.dtype(case.dtype), jnp.dtype(case.kv_dtype or case.dtype)
     S, B, T = case.page_size, case.batch, case.batch if case.one_token else case.rows
     layers, layer = 2, 1
 
@@ -77,14 +79,16 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     need_B = -(-kv_len // S)
     pages = case.pages or int(need_B.sum()) + 4  # with the null page and three of nobody
     free = iter(rng.permutation(np.arange(1, pages, dtype=np.int32)))
-    kv: Any = np.full((layers, pages, case.kv_heads, 2, S, case.head_dim), np.nan, dtype)
+    kv: Any = np.full((layers, pages, case.kv_heads, 2, S, case.head_dim), np.nan, kv_dtype)
     pages_BP = rng.integers(1, pages, (B, case.pages_per_seq), np.int32)
     for b, need in enumerate(need_B):
         for p in range(need):
             pages_BP[b, p] = page = next(free)
             n = np.clip(kv_len[b] - q_len[b] - p * S, 0, S)
-            kv[layer, page, :, :, :n] = normal(case.kv_heads, 2, n, case.head_dim)
+            kv[layer, page, :, :, :n] = normal(case.kv_heads, 2, n, case.head_dim).astype(kv_dtype)
     q, k, v = (normal(T, n, case.head_dim) for n in (case.heads, case.kv_heads, case.kv_heads))
+    if kv_dtype.itemsize == 1:  # too large for a page, but of no weight in the scores
+        q[..., 0], k[..., 0] = 0, 1000 * np.sign(k[..., 0])
     valid_T = kv_len > 0 if case.one_token else np.arange(T) < q_len.sum()
     for rows in (q, k, v):
         rows[~valid_T] = np.nan
@@ -144,6 +148,10 @@ CASES = (
     Case("Qwen3.5 32/2 heads", _MIXED, heads=32, kv_heads=2, notes="397B, 122B with heads of 256"),
     Case("Qwen3 64/4 heads", ((1, 9), (20, 40)), heads=64, kv_heads=4, head_dim=16, rows=24, batch=2, notes="235B"),
     Case("Qwen3.5 24/4 heads", ((1, 9), (20, 40)), heads=24, kv_heads=4, rows=24, batch=2, notes="27B"),
+    Case("8-bit pages, mixed", _MIXED, kv_dtype="float8_e4m3fn"),
+    Case("8-bit pages, one token", _BUCKET_OF_8, one_token=True, kv_dtype="float8_e4m3fn"),
+    Case("8-bit pages, mixed, bfloat16", _MIXED, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+    Case("8-bit pages, one token, bfloat16", _BUCKET_OF_8, one_token=True, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
     Case("one head", ((1, 9), (20, 40)), heads=1, kv_heads=1, rows=24, batch=2, notes="a shard of 0.6B over tp=16"),
     Case("Qwen3.5 decode", ((1, 4096),) * 64, batch=64, pages_per_seq=16, one_token=True, **_QWEN3_5),
     Case("Qwen3.5 long decode", ((1, 131072),) * 4, batch=4, pages_per_seq=512, one_token=True, **_QWEN3_5),
@@ -151,5 +159,7 @@ CASES = (
     Case("Qwen3.5 mixed", ((1, 4096),) * 60 + ((960, 8192),), rows=1024, batch=64, pages_per_seq=32, **_QWEN3_5),
     Case("Qwen3 decode", ((1, 4096),) * 64, batch=64, pages_per_seq=16, one_token=True, **_QWEN3),
     Case("Qwen3 prefill", ((2048, 2048), (2048, 16384)), rows=4096, batch=8, pages_per_seq=64, **_QWEN3),
+    Case("Qwen3.5 decode, 8-bit pages", ((1, 8192),) * 64, batch=64, pages_per_seq=32, one_token=True, kv_dtype="float8_e4m3fn", **_QWEN3_5),
+    Case("Qwen3.5 prefill, 8-bit pages", ((8192, 8192),), rows=8192, batch=8, pages_per_seq=32, kv_dtype="float8_e4m3fn", **_QWEN3_5),
     Case("Qwen3 mixed", ((1, 4096),) * 60 + ((960, 8192),), rows=1024, batch=64, pages_per_seq=32, **_QWEN3),
 )

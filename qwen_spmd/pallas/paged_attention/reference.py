@@ -20,7 +20,11 @@ MASKED = -1e30  # finite: a page that is masked as a whole must not give inf - i
 def paged_attention(
     q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, rows: Ragged
 ) -> tuple[jax.Array, jax.Array]:
-    kv_TK2H = jnp.stack([k_TKH, v_TKH], axis=2).astype(kv.dtype)
+    kv_TK2H = jnp.stack([k_TKH, v_TKH], axis=2)
+    if kv.dtype.itemsize == 1:  # eight bits saturate
+        limit = jnp.finfo(kv.dtype).max.astype(jnp.float32)
+        kv_TK2H = jnp.clip(kv_TK2H.astype(jnp.float32), -limit, limit)
+    kv_TK2H = kv_TK2H.astype(kv.dtype)
     # Heads are indices, too: as a slice between indices they make XLA's TPU compiler lay out the pool anew, a copy.
     head, which = jnp.arange(kv.shape[2])[:, None], jnp.arange(2)
     kv = kv.at[layer, rows.page_T[:, None, None], head, which, rows.slot_T[:, None, None]].set(kv_TK2H)
@@ -54,7 +58,7 @@ def _decode(q_BNH: jax.Array, kv: jax.Array, layer: jax.Array, pages_BP: jax.Arr
     q = q_BNH.reshape(B, K, N // K, H)
 
     def page(p: jax.Array, carry: tuple) -> tuple:
-        kv_BK2SH = kv[layer, pages_BP[:, p]]
+        kv_BK2SH = kv[layer, pages_BP[:, p]].astype(q.dtype)
         mask = (p * S + jnp.arange(S)) < kv_len_B[:, None]
         mask = jnp.broadcast_to(mask[:, None, None], (B, K, N // K, S))
         return _accumulate(carry, q, kv_BK2SH[:, :, 0], kv_BK2SH[:, :, 1], mask)
@@ -86,7 +90,8 @@ def _prefill(q_TNH: jax.Array, o_TNH: jax.Array, kv: jax.Array, layer: jax.Array
             page = rows.pages_BP[seq, p]
             mask = (p * S + jnp.arange(S) <= pos[:, None]) & live[:, None]
             mask = jnp.broadcast_to(mask, (K, N // K, TILE, S)).reshape(K, -1, S)
-            return _accumulate(carry, q, kv[layer, page, heads, 0], kv[layer, page, heads, 1], mask)
+            k, v = (kv[layer, page, heads, i].astype(q.dtype) for i in (0, 1))
+            return _accumulate(carry, q, k, v, mask)
 
         M = N // K * TILE
         zero = vary_like((jnp.full((K, M), MASKED), jnp.zeros((K, M)), jnp.zeros((K, M, H))), q, kv)
