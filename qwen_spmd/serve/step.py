@@ -51,8 +51,7 @@ COMPILER_OPTIONS = {
     # Otherwise 16-bit expert weights get another tiling within the program than outside of it: a copy of all of them.
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
     # Pages fill the memory on purpose: XLA must not take that for a want of it, and compute things twice to save some.
-    # Products of the same rows are not merged: that would put their weights side by side, a copy in every step.
-    "gpu": {"xla_gpu_memory_limit_slop_factor": "100000", "xla_gpu_dot_merger_threshold_mb": "0"},
+    "gpu": {"xla_gpu_memory_limit_slop_factor": "100000"},
 }
 """By platform."""
 
