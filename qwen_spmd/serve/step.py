@@ -51,7 +51,8 @@ COMPILER_OPTIONS = {
     # Otherwise 16-bit expert weights get another tiling within the program than outside of it: a copy of all of them.
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
     # Pages fill the memory on purpose: XLA must not take that for a want of it, and compute things twice to save some.
-    "gpu": {"xla_gpu_memory_limit_slop_factor": "100000"},
+    # And it must not hand slices of larger arrays to Triton's kernels, which count on an alignment of 16 bytes.
+    "gpu": {"xla_gpu_memory_limit_slop_factor": "100000", "xla_gpu_enable_dynamic_slice_fusion": False},
 }
 """By platform."""
 

@@ -113,9 +113,8 @@ def call(l: Launch, capability: int) -> tuple[jax.Array, ...]:
             num_stages=l.stages,
             compute_capability=capability,
             backend_options=l.options,
-            # What is updated in place must happen once, so XLA must not compute it again to save memory; nor may it
-            # hand over a part of a larger array, for operands must be aligned to 16 bytes.
-            has_side_effect=True,
+            # What is updated in place must happen once: XLA must not compute it again to save memory.
+            has_side_effect=bool(l.alias),
             input_output_aliases={operand: order.index(output) for operand, output in l.alias.items()},
             **l.constexprs,
         )

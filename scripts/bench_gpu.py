@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on one GPU beside those of other servers, and beside what its memory and matrix units allow: a Markdown table.
+
+    python scripts/bench_gpu.py --peers DIR --out gpu.md
+
+Every figure is the median over rounds in which all take turns, in microseconds a call. `floor` is the larger of the
+bytes that must move at the speed of a copy, and the operations at that of a large product, both measured in this run.
+Peers run in a process with torch (`--python`, by default this interpreter). DIR is theirs:
+
+    pip install --no-deps --target DIR vllm==0.33.0 fla-core==0.6.0 einops
+
+from which come FlashAttention-3, DeepGEMM (compiles with the CUDA toolkit's nvcc) and flash-linear-attention. One that is
+missing is a dash, with the reason below the table. torch's own kernels need torch alone, cuDNN comes with jax.
+
+Ours do more than some peers: attention also writes the new keys and values, the gated delta rule also convolves and
+computes gates, and gate and up end in SwiGLU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers share the GPU
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen_spmd import state
+from qwen_spmd.pallas.expert_sort import expert_sort
+from qwen_spmd.pallas.expert_sum import expert_sum
+from qwen_spmd.pallas.gated_delta import gated_delta
+from qwen_spmd.pallas.paged_attention import paged_attention
+from qwen_spmd.pallas.router import router
+from qwen_spmd.state import Batch
+
+BF16 = jnp.bfloat16
+UNROLL = 4
+"""Calls in the body of a loop."""
+
+PAGE = 256
+Ours = tuple[Callable[..., Any], Any, tuple[Any, ...]]
+"""f(i, carry, *operands) -> carry, its first carry, operands. The i-th call of the loop's body is on the i-th layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table. `peer`: what gpu_peers.py calls it; `bytes` and `flop`: what a call must do at least."""
+
+    name: str
+    ours: Callable[[], dict[str, Callable[[], Ours]]]
+    bytes: float
+    flop: float
+    peer: tuple[str, dict[str, Any]] = ("", {})
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def normal(seed: int, *shape: int, dtype: Any = BF16, scale: float = 1.0) -> jax.Array:
+    """Made in pieces along the first axis: random bits take more room than what becomes of them."""
+
+    def piece(key: jax.Array) -> jax.Array:
+        return (scale * jax.random.normal(key, shape[1:], jnp.float32)).astype(dtype)
+
+    return jax.jit(lambda key: jax.lax.map(piece, jax.random.split(key, shape[0])))(jax.random.key(seed))
+
+
+def batch(new: int, context: int, sequences: int, pages_BP: np.ndarray, slots: bool) -> state.Ragged:
+    zeros = jnp.zeros(sequences, jnp.int32)
+    slot_B = jnp.arange(1, sequences + 1, dtype=jnp.int32) if slots else zeros
+    rows = Batch(
+        tokens_T=jnp.zeros(sequences * new, jnp.int32),
+        q_start_B=new * jnp.arange(sequences + 1, dtype=jnp.int32),
+        kv_len_B=zeros + context,
+        pages_BP=jnp.asarray(pages_BP, jnp.int32),
+        read_slot_B=slot_B,
+        write_slot_B=slot_B,
+        fresh_B=zeros + new == context,
+        emit_B=zeros > 0,
+        sampling=None,  # type: ignore[arg-type]
+    )
+    page_size = PAGE if pages_BP.any() else 1 << 30
+    return jax.jit(lambda rows: state.ragged(rows, page_size, one_token=new == 1))(rows)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def grouped(name: str, experts: int, inner: int, outer: int, rows: int, ragged_dot: bool = False) -> Row:
+    """Rows choose experts at random. name: gate_up, `outer` counts both; or down."""
+    sizes = np.bincount(np.random.default_rng(0).integers(0, experts, rows), minlength=experts)
+    hit, gated = int((sizes > 0).sum()), name == "gate_up"
+
+    def ours() -> dict[str, Callable[[], Ours]]:
+        sizes_E, layer, width = jnp.asarray(sizes, jnp.int32), jnp.int32(0), outer // 2 if gated else outer
+
+        def kernel() -> Ours:
+            from qwen_spmd.pallas.grouped_mlp import gpu
+
+            ws = tuple(normal(i, 1, experts, inner, width, scale=inner**-0.5) for i in range(1 + gated))
+            places = jnp.asarray(np.random.default_rng(1).permutation(rows), jnp.int32)
+            call = gpu.gate_up if gated else gpu.down
+            step = lambda i, y, x, rows, *ws: call(after(x, y), rows, sizes_E, *ws, layer, sizes.sum().item())  # noqa: E731
+            return step, jnp.zeros((rows, width), BF16), (normal(7, rows, inner), places, *ws)
+
+        def dense() -> Ours:
+            step = lambda i, y, x, w: jax.lax.ragged_dot(after(x, y), w, sizes_E)  # noqa: E731
+            w = normal(0, experts, inner, outer, scale=inner**-0.5)
+            return step, jnp.zeros((rows, outer), BF16), (normal(7, rows, inner), w)
+
+        return {"ours": kernel} | ({"ragged_dot": dense} if ragged_dot else {})
+
+    shape = {"sizes": sizes.tolist(), "inner": inner, "outer": outer, "contiguous": rows >= 256 * experts}
+    return Row(
+        f"{name.replace('_', '-')}, {experts} experts {inner}x{outer}, {rows:,} rows",
+        ours,
+        bytes=2 * (hit * inner * outer + rows * (inner + outer // (1 + gated))),
+        flop=2.0 * rows * inner * outer,
+        peer=("grouped", shape),
+    )
+
+
+def attention(heads: int, kv_heads: int, head_dim: int, sequences: int, context: int, new: int = 1) -> Row:
+    prefill = new > 1
+
+    def ours() -> dict[str, Callable[[], Ours]]:
+        N, K, H, T = heads, kv_heads, head_dim, sequences * new
+
+        def kernel() -> Ours:
+            pages = -(-context // PAGE)
+            pages_BP = 1 + np.random.default_rng(0).permutation(sequences * pages).reshape(sequences, pages)
+            rows = batch(new, context, sequences, pages_BP, slots=False)
+            kv = normal(0, UNROLL, sequences * pages + 1, K, 2, PAGE, H)
+
+            def step(i: int, carry: Any, q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> Any:
+                return paged_attention(after(q, carry[0]), k, v, carry[1], jnp.int32(i), rows, impl="gpu")
+
+            qkv = tuple(normal(i + 1, T, n, H) for i, n in enumerate((N, K, K)))
+            return step, (jnp.zeros((T, N, H), BF16), kv), (*qkv, rows)
+
+        def cudnn() -> Ours:
+            def step(i: int, o: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                return jax.nn.dot_product_attention(after(q, o), k, v, is_causal=True, implementation="cudnn")
+
+            q, k, v = (normal(i + 1, sequences, new, n, H) for i, n in enumerate((N, K, K)))
+            return step, jnp.zeros_like(q), (q, k, v)
+
+        return {"ours": kernel} | ({"cuDNN (jax.nn)": cudnn} if prefill else {})
+
+    scores = sequences * new * (context if not prefill else (context + 1) / 2)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "sequences": sequences}
+    return Row(
+        f"{'prefill' if prefill else 'decode'}, {heads}/{kv_heads}x{head_dim}, {sequences}x{context}",
+        ours,
+        bytes=4 * sequences * (context * kv_heads + new * heads) * head_dim,
+        flop=4 * scores * heads * head_dim,
+        peer=("attention", shape | {"context": context, "new": new, "page": PAGE}),
+    )
+
+
+def delta(sequences: int, new: int = 1) -> Row:
+    J, U, Y, W = 16, 64, 128, 4
+    C = (2 * J + U) * Y
+    T, layers = sequences * new, 32 if sequences == 1 and new == 1 else UNROLL
+
+    def ours() -> dict[str, Callable[[], Ours]]:
+        def kernel() -> Ours:
+            rows = batch(new, new if new > 1 else 9, sequences, np.zeros((sequences, 1)), slots=True)
+            conv = normal(0, layers, sequences + 1, W - 1, C)
+            rec = normal(1, layers, sequences + 1, U, Y, Y, dtype=jnp.float32, scale=0.3)
+
+            def step(i: int, carry: Any, qkv: jax.Array, *rest: Any) -> Any:
+                return gated_delta(after(qkv, carry[0]), *rest[:-1], *carry[1:], jnp.int32(i), rest[-1], impl="gpu")
+
+            gates = (normal(2, T, U, dtype=jnp.float32), normal(3, T, U, dtype=jnp.float32))
+            weights = (normal(4, W, C, scale=0.5), jnp.log(jnp.linspace(1.0, 16.0, U)), jnp.full(U, -3.0))
+            return step, (jnp.zeros((T, U, Y), BF16), conv, rec), (normal(5, T, C), *gates, *weights, rows)
+
+        return {"ours": kernel}
+
+    # A chunk of 64: three products with the state and five within the chunk, for each token and head.
+    flop = T * U * Y * (3 * 2 * Y + 5 * 2 * 64 if new > 1 else 6 * Y)
+    return Row(
+        f"gated delta {'decode' if new == 1 else 'prefill'}, {sequences if new == 1 else new}",
+        ours,
+        bytes=sequences * U * Y * Y * 4 * (2 if new == 1 else 1) + T * 2 * (C + U * Y + 4 * U) + sequences * 12 * C,
+        flop=flop if new > 1 else 0,
+        peer=("delta", {"key_heads": J, "heads": U, "dim": Y, "sequences": sequences, "new": new}),
+    )
+
+
+def around(name: str, T: int, X: int, E: int, D: int) -> Row:
+    """What is done around the experts, beside the plain jnp of it. Its operands stay in the cache, as in a layer."""
+
+    def ours() -> dict[str, Callable[[], Ours]]:
+        def run(impl: Any) -> Ours:
+            logits = normal(0, T, E, dtype=jnp.float32)
+            experts, gates = router(logits, X, normalise=True, impl="reference")
+            if name == "router":
+                step = lambda i, y, logits: router(after(logits, y), X, normalise=True, impl=impl)  # noqa: E731
+                return step, (experts, gates), (logits,)
+            order = expert_sort(experts, E, impl="reference")
+            if name == "expert_sort":
+                return lambda i, y, e: expert_sort(after(e, y), E, impl=impl), order, (experts,)
+            step = lambda i, y, values, *rest: expert_sum(after(values, y), *rest, impl=impl)  # noqa: E731
+            return step, jnp.zeros((T, D)), (normal(1, T * X, D), order.pos_TX, experts >= 0, gates)
+
+        return {"ours": lambda: run("gpu"), "XLA": lambda: run("reference")}
+
+    bytes_of = {"router": 4 * T * (E + 2 * X), "expert_sort": 12 * T * X, "expert_sum": 2 * T * X * D + 4 * T * D}
+    return Row(f"{name}, {T}x{X} of {E}", ours, bytes=bytes_of[name], flop=0)
+
+
+ROWS = {
+    "grouped": (
+        grouped("gate_up", 64, 4096, 2048, 640, ragged_dot=True),
+        grouped("gate_up", 64, 4096, 2048, 5120),
+        grouped("gate_up", 64, 4096, 2048, 81920),
+        grouped("gate_up", 16, 4096, 3072, 512),
+        grouped("down", 64, 1024, 4096, 640),
+    ),
+    "decode": (
+        *(attention(32, 2, 256, B, n) for B, n in ((64, 8192), (64, 1024), (1, 32768), (256, 4096))),
+        attention(64, 4, 128, 64, 8192),
+    ),
+    "prefill": (attention(32, 2, 256, 1, 8192, 8192), attention(64, 4, 128, 1, 8192, 8192)),
+    "delta": (delta(1), delta(64), delta(256), delta(1, 1024), delta(1, 8192)),
+    "around": tuple(
+        around(name, *shape)
+        for name in ("router", "expert_sort", "expert_sum")
+        for shape in ((64, 8, 256, 2048), (1024, 10, 512, 4096))
+    ),
+}
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def after(x: jax.Array, y: Any) -> jax.Array:
+    """x, but not before y is known: calls of a loop with the same operands are neither merged nor taken out of it."""
+    return jax.lax.optimization_barrier((x, y))[0]
+
+
+def reason(e: Exception) -> str:
+    return f"{type(e).__name__}: {e}".strip().splitlines()[0][:160]
+
+
+def compiled(make: Callable[[], Ours], us: float, work_us: float) -> Callable[[], float]:
+    """Microseconds a call, from a program that loops over about `work_us` of them. State is donated."""
+    step, carry, operands = make()
+    body = max([UNROLL, *(x.shape[0] for x in jax.tree.leaves(carry) if x.ndim == 5 and x.shape[0] > UNROLL)])
+    loops = max(1, round(work_us / (us * body)))
+
+    def run(carry: Any, *operands: Any) -> Any:
+        def calls(_: Any, carry: Any) -> Any:
+            for i in range(body):
+                carry = step(i, carry, *operands)
+            return carry
+
+        return jax.lax.fori_loop(0, loops, calls, carry)
+
+    program, held = jax.jit(run, donate_argnums=0).lower(carry, *operands).compile(), [carry]
+    del carry
+
+    def once() -> float:
+        start = time.perf_counter()
+        held[0] = jax.block_until_ready(program(held[0], *operands))
+        return 1e6 * (time.perf_counter() - start) / (loops * body)
+
+    once()
+    first = jax.tree.leaves(held[0])[0]
+    if jnp.issubdtype(first.dtype, jnp.floating) and not bool(jnp.isfinite(first).all()):
+        raise FloatingPointError("the output is not finite")
+    return once
+
+
+class Peers:
+    """gpu_peers.py in another process. Without torch, it answers that."""
+
+    def __init__(self, python: str, folder: str | None) -> None:
+        command = [python, str(Path(__file__).with_name("gpu_peers.py")), *([folder] if folder else [])]
+        self.log = open(os.devnull, "w") if os.environ.get("QUIET") else None  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+
+    def ask(self, *command: Any) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(command), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        said = json.loads(line) if line else {"error": "the process of the peers has ended"}
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        return said["ok"]
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def ceilings() -> dict[str, Any]:
+    """As the peers' `start`, where there is no torch."""
+    n, x = 8192, jnp.zeros(1 << 30, BF16)
+    a, b = normal(0, n, n), normal(1, n, n)
+    copy = compiled(lambda: (lambda i, x: x + 1, x, ()), 1300, 20000)
+    product = compiled(lambda: (lambda i, c, a, b: after(a, c) @ b, a, (a, b)), 1400, 20000)
+    best = lambda f: min(f() for _ in range(3))  # noqa: E731
+    gpu = jax.devices()[0].device_kind
+    return {"bytes_s": 4e6 * (1 << 30) / best(copy), "flop_s": 2e6 * n**3 / best(product), "gpu": gpu, "versions": {}}
+
+
+def measure(row: Row, peers: Peers, floor_us: float, args: argparse.Namespace) -> dict[str, float | str]:
+    """Microseconds of each, or why there are none."""
+    us, figures, timers = 1.3 * floor_us + 3, {}, {}
+    peers.ask("prepare", *(row.peer if args.torch else ("", {})), us)  # compiles beside ours
+    for name, make in row.ours().items():
+        try:
+            timers[name] = compiled(make, us * (4 if name in ("XLA", "ragged_dot") else 1), args.work_us)
+        except Exception as e:
+            figures[name] = reason(e)
+    try:
+        said = peers.answer()
+    except RuntimeError as e:
+        said = {"torch": str(e)}
+    figures |= {name: why for name, why in said.items() if why}
+    theirs = [name for name, why in said.items() if not why]
+    runs: dict[str, list[float]] = {name: [] for name in (*timers, *theirs)}
+    for _ in range(args.rounds):
+        for name, once in timers.items():
+            runs[name].append(once())
+        for name in theirs:
+            peers.ask("time", name)
+            try:
+                runs[name].append(peers.answer())
+            except RuntimeError as e:
+                figures[name] = str(e)
+    peers.ask("drop")
+    with contextlib.suppress(RuntimeError):
+        peers.answer()
+    return {name: statistics.median(r) for name, r in runs.items() if r} | figures
+
+
+# ---------------------------------------------------------------- the table
+
+
+def cells(row: Row, floor_us: float, figures: dict[str, float | str]) -> Iterator[str]:
+    yield row.name
+    mine = figures.get("ours", "")
+    yield f"{mine:.1f}" if isinstance(mine, float) else "-"
+    others = {n: f for n, f in figures.items() if n != "ours"}
+    yield ", ".join(f"{n} {f:.1f}" if isinstance(f, float) else f"{n} -" for n, f in others.items()) or "-"
+    yield f"{floor_us:.1f}"
+    best = min((f for f in others.values() if isinstance(f, float)), default=None)
+    yield f"{best / mine:.2f}" if best and isinstance(mine, float) else "-"
+    yield f"{floor_us / mine:.2f}" if isinstance(mine, float) else "-"
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("qwen-spmd", "jax", "jaxlib", "jax-triton", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", default=list(ROWS), metavar="OP", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--match", default="", help="only rows whose name holds this")
+    parser.add_argument("--peers", metavar="DIR", help="folder of unpacked libraries")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with torch")
+    parser.add_argument("--out", metavar="FILE", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round of a quarter of the work")
+    args = parser.parse_args()
+    if unknown := set(args.ops) - set(ROWS):
+        parser.error(f"no such op: {', '.join(sorted(unknown))}")
+    args.work_us, args.rounds = (5_000, 1) if args.quick else (20_000, args.rounds)
+    peers, lines, missing = Peers(args.python, args.peers), [], {}
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+        if args.out:
+            args.out.write_text("\n".join(lines) + "\n")
+
+    peers.ask("start")
+    try:
+        limits, args.torch = peers.answer(), True
+    except RuntimeError as e:
+        limits, args.torch, missing["torch"] = ceilings(), False, str(e)
+    tb, tflop = limits["bytes_s"] / 1e12, limits["flop_s"] / 1e12
+    say(f"{limits['gpu']}; a copy reads and writes {tb:.2f} TB/s, a bf16 product of 8192 does {tflop:.0f} TFLOP/s.\n")
+    say(", ".join(f"{n} {v}" for n, v in (versions() | limits["versions"]).items()) + "\n")
+    say(f"    {shlex.join(['python', *sys.argv])}\n")
+    say("| us | ours | others | floor | best other / ours | floor / ours |")
+    say("|---|---|---|---|---|---|")
+    for op in args.ops:
+        for row in ROWS[op]:
+            if args.match in row.name:
+                floor_us = 1e6 * max(row.bytes / limits["bytes_s"], row.flop / limits["flop_s"])
+                figures = measure(row, peers, floor_us, args)
+                missing |= {f"{row.name}: {n}": f for n, f in figures.items() if isinstance(f, str)}
+                say(f"| {' | '.join(cells(row, floor_us, figures))} |")
+    if missing:
+        say("\n" + "\n".join(f"- {what}: {why}" for what, why in missing.items()))
+    peers.close()
+
+
+if __name__ == "__main__":
+    main()
