@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels on one GPU beside those of other servers, and beside what its memory and matrix units allow: a Markdown table.
+"""Kernels on one GPU beside those of other servers, and beside what the hardware allows: a Markdown table.
 
     python scripts/bench_gpu.py --peers DIR --out gpu.md
 
@@ -9,7 +9,7 @@ Peers run in a process with torch (`--python`, by default this interpreter). DIR
 
     pip install --no-deps --target DIR vllm==0.33.0 fla-core==0.6.0 einops
 
-from which come FlashAttention-3, DeepGEMM (compiles with the CUDA toolkit's nvcc) and flash-linear-attention. One that is
+from which come FlashAttention-3, DeepGEMM (compiles with the CUDA toolkit's nvcc) and flash-linear-attention. What is
 missing is a dash, with the reason below the table. torch's own kernels need torch alone, cuDNN comes with jax.
 
 Ours do more than some peers: attention also writes the new keys and values, the gated delta rule also convolves and
@@ -28,10 +28,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers share the GPU
 
@@ -52,8 +53,15 @@ UNROLL = 4
 """Calls in the body of a loop."""
 
 PAGE = 256
-Ours = tuple[Callable[..., Any], Any, tuple[Any, ...]]
-"""f(i, carry, *operands) -> carry, its first carry, operands. The i-th call of the loop's body is on the i-th layer."""
+
+
+class Loop(NamedTuple):
+    """step(i, carry, *operands) -> carry, for i from 0 to `calls` - 1 in the body of a loop: on the i-th layer."""
+
+    step: Callable[..., Any]
+    carry: Any
+    operands: tuple[Any, ...]
+    calls: int = UNROLL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Row:
     """A line of the table. `peer`: what gpu_peers.py calls it; `bytes` and `flop`: what a call must do at least."""
 
     name: str
-    ours: Callable[[], dict[str, Callable[[], Ours]]]
+    ours: Callable[[], dict[str, Callable[[], Loop]]]
     bytes: float
     flop: float
     peer: tuple[str, dict[str, Any]] = ("", {})
@@ -105,22 +113,25 @@ def grouped(name: str, experts: int, inner: int, outer: int, rows: int, ragged_d
     sizes = np.bincount(np.random.default_rng(0).integers(0, experts, rows), minlength=experts)
     hit, gated = int((sizes > 0).sum()), name == "gate_up"
 
-    def ours() -> dict[str, Callable[[], Ours]]:
+    def ours() -> dict[str, Callable[[], Loop]]:
         sizes_E, layer, width = jnp.asarray(sizes, jnp.int32), jnp.int32(0), outer // 2 if gated else outer
 
-        def kernel() -> Ours:
+        def kernel() -> Loop:
             from qwen_spmd.pallas.grouped_mlp import gpu
 
             ws = tuple(normal(i, 1, experts, inner, width, scale=inner**-0.5) for i in range(1 + gated))
             places = jnp.asarray(np.random.default_rng(1).permutation(rows), jnp.int32)
-            call = gpu.gate_up if gated else gpu.down
-            step = lambda i, y, x, rows, *ws: call(after(x, y), rows, sizes_E, *ws, layer, sizes.sum().item())  # noqa: E731
-            return step, jnp.zeros((rows, width), BF16), (normal(7, rows, inner), places, *ws)
+            call: Any = gpu.gate_up if gated else gpu.down
 
-        def dense() -> Ours:
+            def step(i: int, y: jax.Array, x: jax.Array, places_R: jax.Array, *ws: jax.Array) -> jax.Array:
+                return call(after(x, y), places_R, sizes_E, *ws, layer, rows)
+
+            return Loop(step, jnp.zeros((rows, width), BF16), (normal(7, rows, inner), places, *ws))
+
+        def dense() -> Loop:
             step = lambda i, y, x, w: jax.lax.ragged_dot(after(x, y), w, sizes_E)  # noqa: E731
             w = normal(0, experts, inner, outer, scale=inner**-0.5)
-            return step, jnp.zeros((rows, outer), BF16), (normal(7, rows, inner), w)
+            return Loop(step, jnp.zeros((rows, outer), BF16), (normal(7, rows, inner), w))
 
         return {"ours": kernel} | ({"ragged_dot": dense} if ragged_dot else {})
 
@@ -137,10 +148,10 @@ def grouped(name: str, experts: int, inner: int, outer: int, rows: int, ragged_d
 def attention(heads: int, kv_heads: int, head_dim: int, sequences: int, context: int, new: int = 1) -> Row:
     prefill = new > 1
 
-    def ours() -> dict[str, Callable[[], Ours]]:
+    def ours() -> dict[str, Callable[[], Loop]]:
         N, K, H, T = heads, kv_heads, head_dim, sequences * new
 
-        def kernel() -> Ours:
+        def kernel() -> Loop:
             pages = -(-context // PAGE)
             pages_BP = 1 + np.random.default_rng(0).permutation(sequences * pages).reshape(sequences, pages)
             rows = batch(new, context, sequences, pages_BP, slots=False)
@@ -150,14 +161,14 @@ def attention(heads: int, kv_heads: int, head_dim: int, sequences: int, context:
                 return paged_attention(after(q, carry[0]), k, v, carry[1], jnp.int32(i), rows, impl="gpu")
 
             qkv = tuple(normal(i + 1, T, n, H) for i, n in enumerate((N, K, K)))
-            return step, (jnp.zeros((T, N, H), BF16), kv), (*qkv, rows)
+            return Loop(step, (jnp.zeros((T, N, H), BF16), kv), (*qkv, rows))
 
-        def cudnn() -> Ours:
+        def cudnn() -> Loop:
             def step(i: int, o: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 return jax.nn.dot_product_attention(after(q, o), k, v, is_causal=True, implementation="cudnn")
 
             q, k, v = (normal(i + 1, sequences, new, n, H) for i, n in enumerate((N, K, K)))
-            return step, jnp.zeros_like(q), (q, k, v)
+            return Loop(step, jnp.zeros_like(q), (q, k, v))
 
         return {"ours": kernel} | ({"cuDNN (jax.nn)": cudnn} if prefill else {})
 
@@ -177,18 +188,20 @@ def delta(sequences: int, new: int = 1) -> Row:
     C = (2 * J + U) * Y
     T, layers = sequences * new, 32 if sequences == 1 and new == 1 else UNROLL
 
-    def ours() -> dict[str, Callable[[], Ours]]:
-        def kernel() -> Ours:
+    def ours() -> dict[str, Callable[[], Loop]]:
+        def kernel() -> Loop:
             rows = batch(new, new if new > 1 else 9, sequences, np.zeros((sequences, 1)), slots=True)
             conv = normal(0, layers, sequences + 1, W - 1, C)
             rec = normal(1, layers, sequences + 1, U, Y, Y, dtype=jnp.float32, scale=0.3)
 
-            def step(i: int, carry: Any, qkv: jax.Array, *rest: Any) -> Any:
-                return gated_delta(after(qkv, carry[0]), *rest[:-1], *carry[1:], jnp.int32(i), rest[-1], impl="gpu")
+            def step(i: int, carry: Any, qkv: jax.Array, b: Any, a: Any, w: Any, log: Any, bias: Any, rows: Any) -> Any:
+                o, conv, rec = carry
+                return gated_delta(after(qkv, o), b, a, w, log, bias, conv, rec, jnp.int32(i), rows, impl="gpu")
 
             gates = (normal(2, T, U, dtype=jnp.float32), normal(3, T, U, dtype=jnp.float32))
             weights = (normal(4, W, C, scale=0.5), jnp.log(jnp.linspace(1.0, 16.0, U)), jnp.full(U, -3.0))
-            return step, (jnp.zeros((T, U, Y), BF16), conv, rec), (normal(5, T, C), *gates, *weights, rows)
+            inputs = (normal(5, T, C), *gates, *weights, rows)
+            return Loop(step, (jnp.zeros((T, U, Y), BF16), conv, rec), inputs, calls=layers)
 
         return {"ours": kernel}
 
@@ -206,18 +219,18 @@ def delta(sequences: int, new: int = 1) -> Row:
 def around(name: str, T: int, X: int, E: int, D: int) -> Row:
     """What is done around the experts, beside the plain jnp of it. Its operands stay in the cache, as in a layer."""
 
-    def ours() -> dict[str, Callable[[], Ours]]:
-        def run(impl: Any) -> Ours:
+    def ours() -> dict[str, Callable[[], Loop]]:
+        def run(impl: Any) -> Loop:
             logits = normal(0, T, E, dtype=jnp.float32)
             experts, gates = router(logits, X, normalise=True, impl="reference")
             if name == "router":
                 step = lambda i, y, logits: router(after(logits, y), X, normalise=True, impl=impl)  # noqa: E731
-                return step, (experts, gates), (logits,)
+                return Loop(step, (experts, gates), (logits,))
             order = expert_sort(experts, E, impl="reference")
             if name == "expert_sort":
-                return lambda i, y, e: expert_sort(after(e, y), E, impl=impl), order, (experts,)
+                return Loop(lambda i, y, e: expert_sort(after(e, y), E, impl=impl), order, (experts,))
             step = lambda i, y, values, *rest: expert_sum(after(values, y), *rest, impl=impl)  # noqa: E731
-            return step, jnp.zeros((T, D)), (normal(1, T * X, D), order.pos_TX, experts >= 0, gates)
+            return Loop(step, jnp.zeros((T, D)), (normal(1, T * X, D), order.pos_TX, experts >= 0, gates))
 
         return {"ours": lambda: run("gpu"), "XLA": lambda: run("reference")}
 
@@ -259,44 +272,39 @@ def reason(e: Exception) -> str:
     return f"{type(e).__name__}: {e}".strip().splitlines()[0][:160]
 
 
-def compiled(make: Callable[[], Ours], us: float, work_us: float) -> Callable[[], float]:
+def compiled(loop: Loop, us: float, work_us: float) -> Callable[[], float]:
     """Microseconds a call, from a program that loops over about `work_us` of them. State is donated."""
-    step, carry, operands = make()
-    body = max([UNROLL, *(x.shape[0] for x in jax.tree.leaves(carry) if x.ndim == 5 and x.shape[0] > UNROLL)])
-    loops = max(1, round(work_us / (us * body)))
+    times = max(1, round(work_us / (us * loop.calls)))
 
     def run(carry: Any, *operands: Any) -> Any:
         def calls(_: Any, carry: Any) -> Any:
-            for i in range(body):
-                carry = step(i, carry, *operands)
+            for i in range(loop.calls):
+                carry = loop.step(i, carry, *operands)
             return carry
 
-        return jax.lax.fori_loop(0, loops, calls, carry)
+        return jax.lax.fori_loop(0, times, calls, carry)
 
-    program, held = jax.jit(run, donate_argnums=0).lower(carry, *operands).compile(), [carry]
-    del carry
+    program = jax.jit(run, donate_argnums=0).lower(loop.carry, *loop.operands).compile()
+    operands, held = loop.operands, [loop.carry]
 
-    def once() -> float:
+    def measure() -> float:
         start = time.perf_counter()
         held[0] = jax.block_until_ready(program(held[0], *operands))
-        return 1e6 * (time.perf_counter() - start) / (loops * body)
+        us = 1e6 * (time.perf_counter() - start) / (times * loop.calls)
+        first = jax.tree.leaves(held[0])[0]
+        if jnp.issubdtype(first.dtype, jnp.floating) and not bool(jnp.isfinite(first).all()):
+            raise FloatingPointError("the output is not finite")
+        return us
 
-    once()
-    first = jax.tree.leaves(held[0])[0]
-    if jnp.issubdtype(first.dtype, jnp.floating) and not bool(jnp.isfinite(first).all()):
-        raise FloatingPointError("the output is not finite")
-    return once
+    return measure
 
 
 class Peers:
-    """gpu_peers.py in another process. Without torch, it answers that."""
+    """gpu_peers.py in another process, which answers in the order in which it is asked."""
 
     def __init__(self, python: str, folder: str | None) -> None:
         command = [python, str(Path(__file__).with_name("gpu_peers.py")), *([folder] if folder else [])]
-        self.log = open(os.devnull, "w") if os.environ.get("QUIET") else None  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, *command: Any) -> None:
         assert self.process.stdin
@@ -311,6 +319,10 @@ class Peers:
             raise RuntimeError(said["error"])
         return said["ok"]
 
+    def now(self, *command: Any) -> Any:
+        self.ask(*command)
+        return self.answer()
+
     def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
@@ -319,44 +331,56 @@ class Peers:
 
 def ceilings() -> dict[str, Any]:
     """As the peers' `start`, where there is no torch."""
-    n, x = 8192, jnp.zeros(1 << 30, BF16)
-    a, b = normal(0, n, n), normal(1, n, n)
-    copy = compiled(lambda: (lambda i, x: x + 1, x, ()), 1300, 20000)
-    product = compiled(lambda: (lambda i, c, a, b: after(a, c) @ b, a, (a, b)), 1400, 20000)
-    best = lambda f: min(f() for _ in range(3))  # noqa: E731
+    n = 8192
+    a, b, c = (normal(i, n, n) for i in range(3))
+    copy = compiled(Loop(lambda i, x: jax.lax.optimization_barrier(x + 1), jnp.ones(1 << 30, BF16), ()), 1300, 20_000)
+    product = compiled(Loop(lambda i, c, a, b: after(a, c) @ b, c, (a, b)), 1400, 20_000)
+    best = lambda f: min(f() for _ in range(4))  # noqa: E731
     gpu = jax.devices()[0].device_kind
     return {"bytes_s": 4e6 * (1 << 30) / best(copy), "flop_s": 2e6 * n**3 / best(product), "gpu": gpu, "versions": {}}
 
 
-def measure(row: Row, peers: Peers, floor_us: float, args: argparse.Namespace) -> dict[str, float | str]:
-    """Microseconds of each, or why there are none."""
-    us, figures, timers = 1.3 * floor_us + 3, {}, {}
-    peers.ask("prepare", *(row.peer if args.torch else ("", {})), us)  # compiles beside ours
-    for name, make in row.ours().items():
+def measure(
+    rows: Sequence[Row], peers: Peers, floors: dict[str, float], args: argparse.Namespace
+) -> Iterator[dict[str, float | str]]:
+    """Microseconds of each of a row, or why there are none. All rows are compiled at once, and nothing runs meanwhile:
+    some peers choose their tiles by timing them."""
+    us = {row.name: 1.3 * floors[row.name] + 3 for row in rows}
+    asked = [row for row in rows if row.peer[0] and args.torch]
+    for row in asked:
+        peers.ask("prepare", row.name, *row.peer, us[row.name])
+
+    def program(job: tuple[Row, str, Callable[[], Loop]]) -> Callable[[], float] | str:
+        row, name, make = job
         try:
-            timers[name] = compiled(make, us * (4 if name in ("XLA", "ragged_dot") else 1), args.work_us)
+            slow = 8 if name in ("XLA", "ragged_dot") else 1
+            return compiled(make(), us[row.name] * slow, args.work_us)
         except Exception as e:
-            figures[name] = reason(e)
-    try:
-        said = peers.answer()
-    except RuntimeError as e:
-        said = {"torch": str(e)}
-    figures |= {name: why for name, why in said.items() if why}
-    theirs = [name for name, why in said.items() if not why]
-    runs: dict[str, list[float]] = {name: [] for name in (*timers, *theirs)}
-    for _ in range(args.rounds):
-        for name, once in timers.items():
-            runs[name].append(once())
-        for name in theirs:
-            peers.ask("time", name)
-            try:
-                runs[name].append(peers.answer())
-            except RuntimeError as e:
-                figures[name] = str(e)
-    peers.ask("drop")
-    with contextlib.suppress(RuntimeError):
-        peers.answer()
-    return {name: statistics.median(r) for name, r in runs.items() if r} | figures
+            return reason(e)
+
+    jobs = [(row, name, make) for row in rows for name, make in row.ours().items()]
+    with ThreadPoolExecutor(args.threads) as pool:
+        programs = {(row.name, name): p for (row, name, _), p in zip(jobs, pool.map(program, jobs), strict=True)}
+    said = {row.name: peers.answer() for row in asked}
+    for row in rows:
+        timers = {name: p for (of, name), p in programs.items() if of == row.name} | said.get(row.name, {})
+        figures: dict[str, float | str] = {}
+        runs: dict[str, list[float]] = {name: [] for name in timers}
+        for _ in range(args.rounds + 1):
+            for name, once in timers.items():
+                try:
+                    if isinstance(once, str):
+                        figures[name] = once
+                    elif name not in figures:
+                        runs[name].append(once() if once else peers.now("time", row.name, name))
+                except Exception as e:
+                    figures[name] = reason(e)
+        # The first round warms up.
+        yield {name: figures[name] if name in figures else statistics.median(r[1:]) for name, r in runs.items()}
+        for name in timers:
+            programs.pop((row.name, name), None)
+    if asked:
+        peers.now("drop")
 
 
 # ---------------------------------------------------------------- the table
@@ -379,6 +403,9 @@ def versions() -> dict[str, str]:
     for name in ("qwen-spmd", "jax", "jaxlib", "jax-triton", "triton"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     return found
 
 
@@ -390,6 +417,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="an interpreter with torch")
     parser.add_argument("--out", metavar="FILE", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=8, help="that compile")
     parser.add_argument("--quick", action="store_true", help="one round of a quarter of the work")
     args = parser.parse_args()
     if unknown := set(args.ops) - set(ROWS):
@@ -403,9 +431,8 @@ def main() -> None:
         if args.out:
             args.out.write_text("\n".join(lines) + "\n")
 
-    peers.ask("start")
     try:
-        limits, args.torch = peers.answer(), True
+        limits, args.torch = peers.now("start"), True
     except RuntimeError as e:
         limits, args.torch, missing["torch"] = ceilings(), False, str(e)
     tb, tflop = limits["bytes_s"] / 1e12, limits["flop_s"] / 1e12
@@ -415,12 +442,11 @@ def main() -> None:
     say("| us | ours | others | floor | best other / ours | floor / ours |")
     say("|---|---|---|---|---|---|")
     for op in args.ops:
-        for row in ROWS[op]:
-            if args.match in row.name:
-                floor_us = 1e6 * max(row.bytes / limits["bytes_s"], row.flop / limits["flop_s"])
-                figures = measure(row, peers, floor_us, args)
-                missing |= {f"{row.name}: {n}": f for n, f in figures.items() if isinstance(f, str)}
-                say(f"| {' | '.join(cells(row, floor_us, figures))} |")
+        rows = [row for row in ROWS[op] if args.match in row.name]
+        floors = {r.name: 1e6 * max(r.bytes / limits["bytes_s"], r.flop / limits["flop_s"]) for r in rows}
+        for row, figures in zip(rows, measure(rows, peers, floors, args), strict=True):
+            missing |= {f"{row.name}: {name}": f for name, f in figures.items() if isinstance(f, str)}
+            say(f"| {' | '.join(cells(row, floors[row.name], figures))} |")
     if missing:
         say("\n" + "\n".join(f"- {what}: {why}" for what, why in missing.items()))
     peers.close()

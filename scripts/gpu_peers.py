@@ -3,10 +3,10 @@
 
 Argument: the folder of unpacked libraries, or nothing. Each line of stdin is JSON, and is answered by a line:
 
-    ["start"]                      ceilings of this GPU and versions
-    ["prepare", kind, shape, us]   {peer: null or the reason why it cannot run}; us: about what a call takes
-    ["time", peer]                 microseconds a call
-    ["drop"]                       frees what was prepared
+    ["start"]                           ceilings of this GPU and versions
+    ["prepare", row, kind, shape, us]   {peer: null or the reason why it cannot run}; us: about what a call takes
+    ["time", row, peer]                 microseconds a call
+    ["drop"]                            frees what was prepared
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ def int32(values: Any) -> Any:
 
 def grouped(sizes: list[int], inner: int, outer: int, contiguous: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
     """x [R, I], w [E, O, I]: rows are sorted by expert."""
-    E, R, align = len(sizes), sum(sizes), 128
+    E, R = len(sizes), sum(sizes)
     w = torch().empty((E, outer, inner), device="cuda", dtype=torch().bfloat16).normal_(std=inner**-0.5)
 
     def deep_gemm() -> Call:
         import deep_gemm  # type: ignore[import-not-found]
 
+        align = deep_gemm.get_mk_alignment_for_contiguous_layout()
         if contiguous:  # each expert's rows begin at a multiple of what a tile takes
             places = [e if i < n else -1 for e, n in enumerate(sizes) for i in range(-(-n // align) * align)]
             x, d, layout = normal(len(places), inner), normal(len(places), outer), int32(places)
@@ -149,18 +150,21 @@ KINDS: dict[str, Callable[..., Iterator[tuple[str, Callable[[], Call]]]]] = {
 
 
 def timer(call: Call, us: float) -> Callable[[], float]:
-    """Microseconds a call: replays of a CUDA graph of some calls, or the calls themselves where they cannot be caught."""
+    """Microseconds a call: replays of a CUDA graph of some calls, or the calls themselves where it cannot hold them."""
     t = torch()
     for i in range(SETS):
         call(i)
     t.cuda.synchronize()
     calls = SETS * max(1, min(64, int(WORK_US / us)) // SETS)
-    each = lambda: [call(i % SETS) for i in range(calls)]  # noqa: E731
+
+    def each() -> None:
+        for i in range(calls):
+            call(i % SETS)
+
     try:
         graph = t.cuda.CUDAGraph()
         with t.cuda.graph(graph):
-            kept = each()
-        del kept
+            each()
         once: Callable[[], Any] = graph.replay
     except Exception:
         traceback.print_exc()
@@ -201,17 +205,18 @@ def start() -> dict[str, Any]:
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
     if FOLDER:
         sys.path[:0] = [str(FOLDER), *(str(p.parents[1]) for p in FOLDER.glob("**/deep_gemm/__init__.py"))]
     os.environ.setdefault("FLA_FLASH_QLA", "0")
-    ready: dict[str, Callable[[], float]] = {}
+    ready: dict[tuple[str, str], Callable[[], float]] = {}
 
-    def prepare(kind: str, shape: dict[str, Any], us: float) -> dict[str, str | None]:
+    def prepare(row: str, kind: str, shape: dict[str, Any], us: float) -> dict[str, str | None]:
         said: dict[str, str | None] = {}
-        for name, make in KINDS[kind](**shape) if kind in KINDS else ():
+        for name, make in KINDS[kind](**shape):
             try:
-                ready[name], said[name] = timer(make(), us), None
+                ready[row, name], said[name] = timer(make(), us), None
             except Exception as e:
                 traceback.print_exc()
                 said[name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
@@ -222,7 +227,7 @@ def main() -> None:
         torch().cuda.synchronize()
         torch().cuda.empty_cache()
 
-    commands = {"start": start, "prepare": prepare, "drop": drop, "time": lambda name: ready[name]()}
+    commands = {"start": start, "prepare": prepare, "drop": drop, "time": lambda *which: ready[which]()}
     for line in sys.stdin:
         name, *args = json.loads(line)
         try:

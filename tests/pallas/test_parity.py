@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 from qwen_spmd.pallas import impl_for
+from qwen_spmd.pallas.expert_sort import cases as expert_sort
+from qwen_spmd.pallas.expert_sum import cases as expert_sum
 from qwen_spmd.pallas.few_rows_mlp import cases as few_rows_mlp
 from qwen_spmd.pallas.gated_delta import cases as gated_delta
 from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
+from qwen_spmd.pallas.router import cases as router
 from qwen_spmd.pallas.scaled import Scaled
 from qwen_spmd.pallas.triton import interpreted
 
@@ -151,6 +154,36 @@ def check_few_rows_mlp(x: few_rows_mlp.Inputs, got, factor, impl):
     assert not np.any(got[~x.own_TE.any(1)])
 
 
+def check_router(x: router.Inputs, got, factor, impl):
+    logits = f64(x.logits_TE)
+    # Which is larger is decided on float32 probabilities, where small ones may be equal.
+    p32 = np.exp(x.logits_TE - x.logits_TE.max(-1, keepdims=True))
+    order = np.argsort(-p32, axis=-1, kind="stable")[:, : x.chosen]
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    gates = np.take_along_axis(p / p.sum(-1, keepdims=True), order, -1)
+    got_experts, got_gates = got
+    assert (got_experts.dtype, got_gates.dtype) == (np.int32, np.float32)
+    np.testing.assert_array_equal(got_experts, order)
+    close(got_gates, gates / gates.sum(-1, keepdims=True) if x.normalise else gates, factor, 1)
+
+
+def check_expert_sort(x: expert_sort.Inputs, got, factor, impl):
+    T, X = x.experts_TX.shape
+    places = sorted((e, t, i) for (t, i), e in np.ndenumerate(x.experts_TX) if 0 <= e < x.num_experts)
+    np.testing.assert_array_equal(got.sizes_E, np.bincount([e for e, _, _ in places], minlength=x.num_experts))
+    assert got.rows_R.shape == (T * X,) and got.pos_TX.shape == (T, X)
+    np.testing.assert_array_equal(got.rows_R[: len(places)], [t for _, t, _ in places])
+    np.testing.assert_array_equal([got.pos_TX[t, i] for _, t, i in places], np.arange(len(places)))
+
+
+def check_expert_sum(x: expert_sum.Inputs, got, factor, impl):
+    want = np.zeros((len(x.pos_TX), x.y_RD.shape[1]))
+    for t, i in np.argwhere(x.own_TX):
+        want[t] += f64(x.gates_TX[t, i]) * f64(x.y_RD[x.pos_TX[t, i]])
+    assert got.dtype == np.float32
+    close(got, want, factor, x.pos_TX.shape[1])
+
+
 class Op(NamedTuple):
     cases: Any
     check: Callable
@@ -163,6 +196,11 @@ class Op(NamedTuple):
 
 
 OPS = {
+    "router": Op(
+        router, check_router, 8, ("logits_TE",), ("5 rows of 128, top 8", "few logits, many ties", "all of 8")
+    ),
+    "expert_sort": Op(expert_sort, check_expert_sort, 0, (), ("8 rows, 7 of padding", "many rows", "none here")),
+    "expert_sum": Op(expert_sum, check_expert_sum, 3, ("y_RD", "gates_TX"), ("some own", "odd width", "bfloat16")),
     "paged_attention": Op(
         paged_attention,
         check_paged_attention,
@@ -235,7 +273,7 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS.values() for name in op.matters])
 def test_parity_can_fail(op, name):
-    case = next(c for c in op.cases.CASES if c.name in ("mixed", "640 rows, zipf", "4 rows"))
+    case = next(c for c in op.cases.CASES if c.name in ("mixed", "640 rows, zipf", "4 rows", "all of 8"))
     x = op.cases.inputs(case)
     got = run(op.cases, "reference", x)
     changed = getattr(x, name).copy()

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named cases of the router: Qwen's numbers of experts and ugly ones. Ties are frequent where logits are few integers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import struct
+
+from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.router import router
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`levels`: logits are integers below it, so that many are equal; None: normal. `spread` multiplies them.
+
+    full  too big for a CPU test
+    """
+
+    name: str
+    rows: int
+    experts: int
+    chosen: int
+    normalise: bool = True
+    levels: int | None = None
+    spread: float = 1.0
+    full: bool = False
+
+
+@struct.dataclass
+class Inputs:
+    """Arguments of the op."""
+
+    logits_TE: jax.Array
+    chosen: int = struct.field(pytree_node=False)
+    normalise: bool = struct.field(pytree_node=False)
+
+
+def run(x: Inputs, impl: Impl) -> tuple[jax.Array, jax.Array]:
+    return router(x.logits_TE, x.chosen, normalise=x.normalise, impl=impl)
+
+
+def inputs(case: Case, seed: int = 0) -> Inputs:
+    """A numpy array."""
+    rng, shape = np.random.default_rng(seed), (case.rows, case.experts)
+    logits = rng.standard_normal(shape) if case.levels is None else rng.integers(0, case.levels, shape)
+    return Inputs((case.spread * logits).astype(np.float32), case.chosen, case.normalise)  # type: ignore[arg-type]
+
+
+CASES = (
+    Case("1 row", 1, 256, 8),
+    Case("5 rows of 128, top 8", 5, 128, 8),
+    Case("7 rows of 512, top 10", 7, 512, 10),
+    Case("not normalised", 3, 128, 8, normalise=False),
+    Case("few logits, many ties", 6, 60, 4, levels=5),
+    Case("all equal", 2, 256, 8, levels=1),
+    Case("probabilities that vanish", 3, 128, 8, levels=40, spread=120),
+    Case("one of one", 2, 1, 1),
+    Case("all of 8", 3, 8, 8),
+    Case("top 1", 4, 60, 1, normalise=False),
+    Case("Qwen3.5, 8192 rows", 8192, 512, 10, full=True),
+)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ops launch at full size compiles for Hopper and Blackwell, and into the instructions that it should."""
+
+import dataclasses
+
+import pytest
+
+from qwen_spmd.pallas.expert_sort import cases as expert_sort
+from qwen_spmd.pallas.expert_sum import cases as expert_sum
+from qwen_spmd.pallas.gated_delta import cases as gated_delta
+from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
+from qwen_spmd.pallas.paged_attention import cases as paged_attention
+from qwen_spmd.pallas.router import cases as router
+from qwen_spmd.pallas.triton.offline import SHARED_LIMIT, compile_launch, launches
+
+MATRIX_UNIT = {90: "HGMMA", 100: "UTC"}
+"""How machine instructions of the unit for whole warp groups begin: wgmma and tcgen05."""
+
+LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul"}
+"""Kernels whose products are large enough for it."""
+
+
+def short(case):
+    """The same program: lengths of contexts are in no shape but the pool's."""
+    seqs = tuple((q, min(k, q + 300)) for q, k in getattr(case, "seqs", ()))
+    return dataclasses.replace(case, seqs=seqs) if seqs else case
+
+
+def full(module, name):
+    return short(next(case for case in module.CASES if case.name == name))
+
+
+FEW = [
+    (grouped_mlp, "Qwen3, EP=8, 1024 rows, uniform"),
+    (paged_attention, "Qwen3.5 mixed"),
+    (gated_delta, "Qwen3.5 short prefills"),
+]
+ALL = [
+    *((m, case.name) for m in (grouped_mlp, paged_attention, gated_delta) for case in m.CASES if case.full),
+    (expert_sort, "Qwen3.5, 8192 rows"),
+    (expert_sort, "64 rows of 256"),
+    (expert_sum, "Qwen3.5, 1024 rows"),
+    (router, "Qwen3.5, 8192 rows"),
+]
+
+
+def parameter(module, name, capability):
+    op = module.__name__.split(".")[-2]
+    marks = () if (module, name) in FEW and capability == 90 else pytest.mark.slow
+    return pytest.param(module, name, capability, id=f"{op}: {name}, sm_{capability}", marks=marks)
+
+
+@pytest.mark.parametrize(("module", "name", "capability"), [parameter(*m, c) for m in ALL for c in MATRIX_UNIT])
+def test_full_size_kernels_compile(module, name, capability):
+    pytest.importorskip("triton")
+    found = launches(module, full(module, name), capability)
+    assert found
+    for launch in found:
+        kernel = compile_launch(launch, capability)
+        assert kernel.shared <= SHARED_LIMIT, kernel.kernel
+        assert kernel.tensor_columns <= 512, kernel.kernel
+        if capability == 90:
+            assert kernel.spills == 0, (kernel.kernel, kernel.registers)
+        if kernel.kernel in LARGE:
+            used = kernel.matrix_instructions()
+            assert any(i.startswith(MATRIX_UNIT[capability]) for i in used), (kernel.kernel, used)
