@@ -114,6 +114,11 @@ class ModelConfig:
                 runs.append(Run(mixer, ffn, i, 1))
         return tuple(runs)
 
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The kinds of mixer in the pattern."""
+        return tuple(dict.fromkeys(mixer for mixer, _ in self.pattern))
+
     def place(self, layer: int) -> tuple[int, int]:
         """(run, index in its stack) of a layer: a run's stack holds its layers of all periods, in order."""
         period, i = divmod(layer, len(self.pattern))

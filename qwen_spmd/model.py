@@ -34,7 +34,6 @@ __all__ = ["Trace", "forward", "forward_sequences", "mtp_sequences", "unembed", 
 
 
 DEFAULT_ROUTE = Route()
-KINDS = ("attention", "gated_delta", "mlp", "moe")
 
 
 @struct.dataclass
@@ -59,11 +58,10 @@ def forward(
     """One step: tokens [T] -> hidden [T, D] after the last norm, the updated state, and what `trace` asked for."""
     cos_sin = angles(rows.pos_T, cfg.rope)
 
-    def layer(
-        block: Block, l: jax.Array, n: jax.Array, m: jax.Array, carry: tuple
-    ) -> tuple[tuple, tuple[jax.Array, Routing | None]]:
-        """Layer `l` of the stack `block`, the model's n-th of its kind of mixer and, if it is MoE, m-th of these."""
-        x, kv, conv, rec, load = carry
+    def layer(block: Block, l: jax.Array, n: jax.Array, carry: tuple) -> tuple[tuple, tuple]:
+        """Layer `l` of the stack `block`, the model's n-th of its kind of mixer. Returns (carry, what it leaves): the
+        residual stream and, if it is MoE, its routing and the rows of each place."""
+        x, kv, conv, rec = carry
         if isinstance(block.mixer, Attention):
             with jax.named_scope("attention"):
                 h = _norm(x, block.mixer_norm[l], cfg)
@@ -76,59 +74,56 @@ def forward(
         if isinstance(block.ffn, Mlp):
             with jax.named_scope("mlp"):
                 h = _norm(x, block.ffn_norm[l], cfg)
-                y, routing = jax.lax.psum(mlp(block.ffn, l, h), "tp"), None
+                y, routing, load_Q = jax.lax.psum(mlp(block.ffn, l, h), "tp"), None, None
         else:
             with jax.named_scope("moe"):
                 h = _norm(x, block.ffn_norm[l], cfg)
                 y, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
-                load = load.at[0, m].add(load_Q)
         x = x + y
-        return (x, kv, conv, rec, load), (x, routing)
+        return (x, kv, conv, rec), (x if trace else None, routing if trace else None, load_Q)
 
-    carry = (embed_shared(params, tokens_T), state.kv, state.conv, state.rec, state.load)
+    carry = (embed_shared(params, tokens_T), state.kv, state.conv, state.rec)
     through = _unrolled if is_unstacked(params) else _scanned
-    (x, kv, conv, rec, load), seen = through(layer, params.blocks, carry, cfg, trace)
+    (x, kv, conv, rec), (hidden, routing, load_LQ) = through(layer, params.blocks, carry, cfg)
+    load = state.load if load_LQ is None else state.load + load_LQ[None]
     state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec, load=load)
-    return _norm(x, params.norm, cfg), state, seen
+    return _norm(x, params.norm, cfg), state, Trace(hidden, routing) if trace else None
 
 
 def _scanned(
-    layer: Callable[..., Any], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig, trace: bool
-) -> tuple[tuple, Trace | None]:
+    layer: Callable[..., tuple[tuple, tuple]], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig
+) -> tuple[tuple, tuple]:
     """Loops over the periods of the pattern, and within over each run of equal layers: code for one of each kind."""
 
-    def period(carry: tuple, i: jax.Array) -> tuple[tuple, Any]:
-        seen, before = [], dict.fromkeys(KINDS, 0)
+    def period(carry: tuple, i: jax.Array) -> tuple[tuple, list[tuple]]:
+        left, before = [], dict.fromkeys(cfg.mixers, 0)
         for block, run in zip(blocks, cfg.runs, strict=True):
 
-            def body(carry: tuple, j: jax.Array, block: Block = block, run: Run = run) -> tuple[tuple, Any]:
-                n, m = (i * (cfg.count(kind) // cfg.periods) + before[kind] + j for kind in (run.mixer, run.ffn))
-                carry, out = layer(block, i * run.count + j, n, m, carry)
-                return carry, out if trace else None
+            def body(carry: tuple, j: jax.Array, block: Block = block, run: Run = run) -> tuple[tuple, tuple]:
+                n = i * (cfg.count(run.mixer) // cfg.periods) + before[run.mixer] + j
+                return layer(block, i * run.count + j, n, carry)
 
             carry, out = jax.lax.scan(body, carry, jnp.arange(run.count))
             before[run.mixer] += run.count
-            before[run.ffn] += run.count
-            seen.append(out)
-        return carry, seen
+            left.append(out)
+        return carry, left
 
-    carry, seen = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
-    return carry, _trace(seen) if trace else None
+    carry, left = jax.lax.scan(period, carry, jnp.arange(cfg.periods))
+    return carry, tuple(map(_in_order, zip(*left, strict=True)))
 
 
 def _unrolled(
-    layer: Callable[..., Any], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig, trace: bool
-) -> tuple[tuple, Trace | None]:
+    layer: Callable[..., tuple[tuple, tuple]], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig
+) -> tuple[tuple, tuple]:
     """One layer after the other: code for each, and no copy of a layer's weights out of a stack."""
-    layer, seen, before = jax.jit(layer), [], dict.fromkeys(KINDS, 0)  # jit: each kind of layer is traced once
+    layer, left, before = jax.jit(layer), [], dict.fromkeys(cfg.mixers, 0)  # jit: each kind is traced once
     for i in range(cfg.num_layers):
         run, l = cfg.place(i)
-        kinds = cfg.runs[run].mixer, cfg.runs[run].ffn
-        carry, out = layer(one_layer(blocks[run], l), *map(jnp.int32, (l, *(before[kind] for kind in kinds))), carry)
-        for kind in kinds:
-            before[kind] += 1
-        seen.append(out)
-    return carry, Trace(*jax.tree.map(lambda *xs: jnp.stack(xs), *seen)) if trace else None
+        mixer = cfg.runs[run].mixer
+        carry, out = layer(one_layer(blocks[run], l), jnp.int32(l), jnp.int32(before[mixer]), carry)
+        before[mixer] += 1
+        left.append(jax.tree.map(lambda x: x[None, None], out))
+    return carry, tuple(map(_in_order, zip(*left, strict=True)))
 
 
 def forward_sequences(
@@ -162,7 +157,7 @@ def forward_sequences(
 
     x = embed(params, tokens_BT)
     x, seen = jax.lax.scan(period, x, jnp.arange(cfg.periods))
-    return _norm(x, params.norm, cfg), _trace(seen)
+    return _norm(x, params.norm, cfg), Trace(*map(_in_order, zip(*seen, strict=True)))
 
 
 def mtp_sequences(
@@ -224,11 +219,11 @@ def _moe(cfg: ModelConfig) -> Any:
     return cfg.moe
 
 
-def _trace(seen: list[tuple[jax.Array, Routing | None]]) -> Trace:
-    """What each run saw, [periods, count, ..] -> layers in order."""
+def _in_order(each_run: tuple[Any, ...]) -> Any:
+    """What each run left, [periods, count, ..] -> layers in order; of those that left something."""
 
-    def in_order(*xs: jax.Array) -> jax.Array:
+    def join(*xs: jax.Array) -> jax.Array:
         return jnp.concatenate(xs, 1).reshape(-1, *xs[0].shape[2:])
 
-    routings = [r for _, r in seen if r is not None]
-    return Trace(in_order(*(h for h, _ in seen)), jax.tree.map(in_order, *routings) if routings else None)
+    some = [x for x in each_run if x is not None]
+    return jax.tree.map(join, *some) if some else None

@@ -361,7 +361,12 @@ def measure(
     jobs = [(row, name, make) for row in rows for name, make in row.ours().items()]
     with ThreadPoolExecutor(args.threads) as pool:
         programs = {(row.name, name): p for (row, name, _), p in zip(jobs, pool.map(program, jobs), strict=True)}
-    said = {row.name: peers.answer() for row in asked}
+    said: dict[str, dict[str, str | None]] = {}
+    for row in asked:
+        try:
+            said[row.name] = peers.answer()
+        except RuntimeError as e:
+            said[row.name] = {"peers": reason(e)}
     for row in rows:
         timers = {name: p for (of, name), p in programs.items() if of == row.name} | said.get(row.name, {})
         figures: dict[str, float | str] = {}
@@ -380,7 +385,8 @@ def measure(
         for name in timers:
             programs.pop((row.name, name), None)
     if asked:
-        peers.now("drop")
+        with contextlib.suppress(RuntimeError):
+            peers.now("drop")
 
 
 # ---------------------------------------------------------------- the table

@@ -208,7 +208,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     if FOLDER:
-        sys.path[:0] = [str(FOLDER), *(str(p.parents[1]) for p in FOLDER.glob("**/deep_gemm/__init__.py"))]
+        sys.path.insert(0, str(FOLDER))
+        sys.path.extend(str(p.parents[1]) for p in FOLDER.glob("**/deep_gemm/__init__.py"))
     os.environ.setdefault("FLA_FLASH_QLA", "0")
     ready: dict[tuple[str, str], Callable[[], float]] = {}
 
