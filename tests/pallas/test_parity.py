@@ -208,7 +208,13 @@ OPS = {
         ("q_TNH", "k_TKH", "v_TKH", "kv"),
         interpreted=("one token", "8-bit pages, one token", "bucket of 8, 5 live, bfloat16", "one head"),
     ),
-    "gated_delta": Op(gated_delta, check_gated_delta, 3, ("qkv_TC", "b_TU", "a_TU", "dt_bias_U", "conv", "rec")),
+    "gated_delta": Op(
+        gated_delta,
+        check_gated_delta,
+        3,
+        ("qkv_TC", "b_TU", "a_TU", "dt_bias_U", "conv", "rec"),
+        interpreted=("chunk edges", "mixed, bfloat16", "forks of one snapshot", "bucket of 8, forks"),
+    ),
     "few_rows_mlp": Op(few_rows_mlp, check_few_rows_mlp, 3, ("x_TD", "gates_TE", "w_gate", "w_up", "w_down")),
     "grouped_mlp": Op(
         grouped_mlp,

@@ -113,6 +113,7 @@ def _chunked(
     of_heads = {"B": B, "BLOCK_B": triton.next_power_of_2(B), "J": J, "U": U, "Y": Y, "Z": Z}
     of_key = ShapeDtypeStruct((most, J, CHUNK, Y), dtype)
     of_value = ShapeDtypeStruct((most, U, CHUNK, Z), dtype)
+    square = ShapeDtypeStruct((most, U, CHUNK, CHUNK), dtype)
     each = ShapeDtypeStruct((most, U, CHUNK), jnp.float32)
     c = configs.choose("gated_delta", "convolve", name, {"warps": 8})
     q, k, v = launch(
@@ -126,7 +127,7 @@ def _chunked(
         rows.read_slot_B,
         fresh_B,
         out=(of_key, of_key, of_value),
-        grid=(most, J, 2 + U // J),
+        grid=(2 + U // J, J, most),
         warps=c["warps"],
         R=sizes["R"],
         C=sizes["C"],
@@ -134,7 +135,7 @@ def _chunked(
         **of_heads,
     )
     c = configs.choose("gated_delta", "chunks", name, {"warps": 4})
-    made = launch(
+    qk, inverse, decay, to_end = launch(
         kernels.chunks,
         inputs[1],
         inputs[2],
@@ -143,27 +144,28 @@ def _chunked(
         ends_B,
         q,
         k,
-        v,
-        out=(
-            ShapeDtypeStruct((most, U, CHUNK, CHUNK), dtype),
-            ShapeDtypeStruct((most, U, CHUNK, Y), dtype),
-            of_value,
-            each,
-            each,
-        ),
-        grid=(most, U),
+        out=(square, square, each, each),
+        grid=(U, most),
         warps=c["warps"],
-        PRECISION="ieee" if dtype == jnp.float32 else "tf32",
-        **of_heads,
+        **{name: size for name, size in of_heads.items() if name != "Z"},
     )
-    c = configs.choose("gated_delta", "recurrence", name, {"block_z": 64, "warps": 4, "stages": 3})
+    # A single sequence should occupy most processors, too.
+    few = 2 * U * triton.cdiv(Z, 64) < processors()
+    rule = {"block_z": 32 if few else 64, "warps": 4, "stages": 3}
+    if dtype == jnp.float32:  # would not fit into shared memory
+        rule |= {"block_z": 16, "stages": 1}
+    c = configs.choose("gated_delta", "recurrence", name, rule)
     block_z = min(Z, c["block_z"])
     pools = tuple(ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, rec))
     conv, rec, o_TUZ = launch(
         kernels.recurrence,
         q,
         k,
-        *made,
+        qk,
+        inverse,
+        v,
+        decay,
+        to_end,
         qkv_TC,
         layer,
         rows.q_start_B,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet in Triton: one token a sequence in one launch, and the chunked (WY) form in three.
+"""Gated DeltaNet in Triton: one token a sequence in one launch, and the chunked (WY form) in three.
 
-A program that needs a key head's channels convolves them itself from the inputs and the state: what the convolution
-gives is never in memory. With 16-bit inputs, q, k and what is between the launches of the chunked form are 16-bit, too,
-sums and states float32.
+`decode` convolves the channels that a program needs itself. For longer sequences `convolve` and `chunks` make, for all
+chunks at once, what no state has a part in, and `recurrence` goes from chunk to chunk. With 16-bit inputs, what is
+between these launches and what is multiplied is 16-bit, too; sums, decays and states are float32.
 """
 
 import triton
@@ -182,28 +182,34 @@ def find(ends, i, B: tl.constexpr, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def merge(D, B, identity, PRECISION: tl.constexpr):
-    """(D^-1 + B)^-1, for B that leads four blocks of D^-1 into later ones.
-
-    It is (I + M)^-1 D with M = D B, and M^4 = 0: (I + M)^-1 = I - M + M M - M M M.
-    """
-    M = tl.dot(D, B, input_precision=PRECISION)
-    MM = tl.dot(M, M, input_precision=PRECISION)
-    P = identity - M + MM - tl.dot(M, MM, input_precision=PRECISION)
-    return tl.dot(P, D, input_precision=PRECISION)
+def product(A, B, DTYPE: tl.constexpr):
+    return tl.dot(A.to(DTYPE), B.to(DTYPE), input_precision="ieee")
 
 
 @triton.jit
-def unit_lower_inverse(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly lower triangular A [64, 64]: of its diagonal blocks of 4, then of 16, then all."""
-    n = tl.arange(0, 64)
-    identity = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
+def merge(D, B, DTYPE: tl.constexpr):
+    """(D^-1 + B)^-1, for B that leads four blocks of D^-1 into later ones.
+
+    It is (I + M)^-1 D with M = D B, and M^4 = 0: (I + M)^-1 = (I + M M) (I - M).
+    """
+    M = product(D, B, DTYPE)
+    E = D - product(M, D, DTYPE)
+    return E + product(product(M, M, DTYPE), E, DTYPE)
+
+
+@triton.jit
+def unit_lower_inverse(A, DTYPE: tl.constexpr):
+    """(I + A)^-1 for strictly lower triangular A [64, 64]: of its diagonal blocks of 4, then of 16, then all.
+
+    DTYPE is of the operands. What is multiplied here is of unit size, where float16 keeps as much as tf32 does.
+    """
+    n, A = tl.arange(0, 64), A.to(DTYPE)
     in_4, in_16 = (n // 4)[:, None] == (n // 4)[None, :], (n // 16)[:, None] == (n // 16)[None, :]
     M = tl.where(in_4, A, 0.0)
-    MM = tl.dot(M, M, input_precision=PRECISION)
-    D = identity - M + MM - tl.dot(M, MM, input_precision=PRECISION)
-    D = merge(D, tl.where(in_16 & (in_4 == 0), A, 0.0), identity, PRECISION)
-    return merge(D, tl.where(in_16, 0.0, A), identity, PRECISION)
+    E = tl.where(n[:, None] == n[None, :], 1.0, 0.0) - M.to(tl.float32)
+    D = E + product(product(M, M, DTYPE), E, DTYPE)
+    D = merge(D, tl.where(in_16 & (in_4 == 0), A, 0.0), DTYPE)
+    return merge(D, tl.where(in_16, 0.0, A), DTYPE)
 
 
 @triton.jit
@@ -230,7 +236,7 @@ def convolve(
     BLOCK_B: tl.constexpr,
 ):
     """A chunk's queries, keys (normalised) or values of one head; zeros beyond the sequence's end."""
-    chunk, j, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    which, j, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # neighbours read neighbouring channels
     if chunk >= tl.load(ends_B + B - 1):
         return
     V: tl.constexpr = U // J
@@ -242,33 +248,35 @@ def convolve(
     live = i < tl.load(q_start_B + b + 1) - first_row
     size = tl.where(which < 2, Y, Z)
     channel = j * (2 * Y + V * Z) + tl.where(which < 2, which * Y, 2 * Y + (which - 2) * Z) + n
+    rows = qkv + (first_row + part * CHUNK_SIZE - (W - 1)) * C  # offsets from here fit into 32 bits
     inside = live[:, None] & (n < size)[None, :]
     total = tl.zeros([CHUNK_SIZE, SIZE], tl.float32)
     for w in tl.static_range(W):
         back = i - (W - 1) + w
         mask = inside & (back >= 0)[:, None]
-        x = tl.load(qkv + (first_row + back)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+        x = tl.load(rows + ((c + w)[:, None] * C + channel[None, :]), mask=mask, other=0.0)
         total += x.to(tl.float32) * tl.load(conv_w + w * C + channel, mask=n < size, other=0.0).to(tl.float32)[None, :]
     if (part == 0) & (tl.load(fresh_B + b) == 0):
-        slot = tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)
+        tail = conv + (tl.load(layer).to(tl.int64) * R + tl.load(read_B + b)) * ((W - 1) * C)
         for w in tl.static_range(W - 1):
             back = i - (W - 1) + w
             mask = inside & (back < 0)[:, None]
-            x = tl.load(conv + (slot * (W - 1) + back + W - 1)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+            x = tl.load(tail + ((c + w)[:, None] * C + channel[None, :]), mask=mask, other=0.0)
             taps = tl.load(conv_w + w * C + channel, mask=n < size, other=0.0).to(tl.float32)
             total += x.to(tl.float32) * taps[None, :]
     x = tl.where(inside, silu(total), 0.0)
     dtype: tl.constexpr = qkv.dtype.element_ty
     if which < 2:
         x = x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-        at = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y) + c[:, None] * Y + n[None, :]
+        first = (chunk.to(tl.int64) * J + j) * (CHUNK_SIZE * Y)
+        at = c[:, None] * Y + n[None, :]
         if which == 0:
-            tl.store(q_out + at, (x * Y**-0.5).to(dtype), mask=(n < Y)[None, :])
+            tl.store(q_out + first + at, (x * Y**-0.5).to(dtype), mask=(n < Y)[None, :])
         else:
-            tl.store(k_out + at, x.to(dtype), mask=(n < Y)[None, :])
+            tl.store(k_out + first + at, x.to(dtype), mask=(n < Y)[None, :])
     else:
-        at = (chunk.to(tl.int64) * U + j * V + which - 2) * (CHUNK_SIZE * Z) + c[:, None] * Z + n[None, :]
-        tl.store(v_out + at, x.to(dtype), mask=(n < Z)[None, :])
+        first = (chunk.to(tl.int64) * U + j * V + which - 2) * (CHUNK_SIZE * Z)
+        tl.store(v_out + first + (c[:, None] * Z + n[None, :]), x.to(dtype), mask=(n < Z)[None, :])
 
 
 @triton.jit
@@ -281,67 +289,59 @@ def chunks(
     ends_B,
     q_in,
     k_in,
-    v_in,
     qk_out,
-    w_out,
-    v_out,
+    inverse_out,
     decay_out,
     to_end_out,
     B: tl.constexpr,
     J: tl.constexpr,
     U: tl.constexpr,
     Y: tl.constexpr,
-    Z: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """What a value head's chunk needs that no state has a part in. With G the running sum of log decays, and all rows
-    beyond the sequence's end as if they did nothing:
-
-    (q k^T) * decay; w = T (beta e^G k) and v = T (beta v), with T the inverse of I + beta (k k^T) * decay below the
-    diagonal; e^G, and the decay from each row to the chunk's end.
+    """What a value head's chunk needs that no state has a part in. With all rows beyond the sequence's end as if they
+    did nothing: (q k^T) * decay; (I + beta (k k^T) * decay, below the diagonal)^-1 beta; the decay from the chunk's
+    start to each row, and from each row to its end.
     """
-    chunk, u = tl.program_id(0), tl.program_id(1)
+    u, chunk = tl.program_id(0), tl.program_id(1)  # neighbours share q and k
     if chunk >= tl.load(ends_B + B - 1):
         return
     dtype: tl.constexpr = q_in.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
     b, part = find(ends_B, chunk, B, BLOCK_B)
     first_row = tl.load(q_start_B + b).to(tl.int64)
-    c, y, z = tl.arange(0, CHUNK_SIZE), tl.arange(0, Y), tl.arange(0, Z)
+    c, y = tl.arange(0, CHUNK_SIZE), tl.arange(0, Y)
     i = part * CHUNK_SIZE + c
     live = i < tl.load(q_start_B + b + 1) - first_row
     at = (first_row + i) * U + u
     a = tl.load(a_TU + at, mask=live, other=0.0)
     g = tl.where(live, log_decay(a, tl.load(a_log + u), tl.load(dt_bias + u)), 0.0)
     beta = tl.where(live, sigmoid(tl.load(b_TU + at, mask=live, other=0.0)), 0.0)
-    G = tl.cumsum(g, 0)
-    since_start = tl.exp(G)
     below = c[:, None] > c[None, :]
-    if PRECISION == "ieee":
+    if EXACT:
         # Sums over each segment: differences of cumulated ones lose what is small beside a large decay.
         later = tl.where(below, g[:, None], 0.0)
         decay = tl.exp(tl.cumsum(later, 0))
         to_end = tl.exp(tl.sum(later, 0))
     else:
-        # What the differences lose is less than the rounding of 16-bit operands.
+        # Nothing is left after e^-40 either, and what differences of such sums lose is less than 16 bits do.
+        g = tl.maximum(g, -40.0)
+        G = tl.cumsum(g, 0)
         decay = tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
         to_end = tl.exp(tl.minimum(tl.sum(g, 0) - G, 0.0))
-    of_head = (chunk.to(tl.int64) * U + u) * CHUNK_SIZE + c
-    tl.store(decay_out + of_head, since_start)
-    tl.store(to_end_out + of_head, to_end)
+    of_head = (chunk.to(tl.int64) * U + u) * CHUNK_SIZE
+    tl.store(decay_out + of_head + c, tl.exp(tl.cumsum(g, 0)))
+    tl.store(to_end_out + of_head + c, to_end)
 
-    of_key = (chunk.to(tl.int64) * J + u // (U // J)) * (CHUNK_SIZE * Y) + c[:, None] * Y + y[None, :]
-    k = tl.load(k_in + of_key)
-    qk = tl.dot(tl.load(q_in + of_key), tl.trans(k), input_precision="ieee")
+    of_key = (chunk.to(tl.int64) * J + u // (U // J)) * (CHUNK_SIZE * Y)
+    tile, square = c[:, None] * Y + y[None, :], c[:, None] * CHUNK_SIZE + c[None, :]
+    k = tl.load(k_in + of_key + tile)
+    qk = tl.dot(tl.load(q_in + of_key + tile), tl.trans(k), input_precision="ieee")
     qk = tl.where(c[:, None] >= c[None, :], qk * decay, 0.0)
-    tl.store(qk_out + of_head[:, None] * CHUNK_SIZE + c[None, :], qk.to(dtype))
+    tl.store(qk_out + of_head * CHUNK_SIZE + square, qk.to(dtype))
     kk = tl.dot(k, tl.trans(k), input_precision="ieee")
-    T = unit_lower_inverse(tl.where(below, beta[:, None] * kk * decay, 0.0), PRECISION)
-    w = tl.dot((T * (beta * since_start)[None, :]).to(dtype), k, input_precision="ieee")
-    tl.store(w_out + of_head[:, None] * Y + y[None, :], w.to(dtype))
-    value = tl.load(v_in + of_head[:, None] * Z + z[None, :])
-    value = tl.dot((T * beta[None, :]).to(dtype), value, input_precision="ieee")
-    tl.store(v_out + of_head[:, None] * Z + z[None, :], value.to(dtype))
+    inverse = unit_lower_inverse(tl.where(below, beta[:, None] * kk * decay, 0.0), tl.float32 if EXACT else tl.float16)
+    tl.store(inverse_out + of_head * CHUNK_SIZE + square, (inverse * beta[None, :]).to(dtype))
 
 
 @triton.jit
@@ -349,7 +349,7 @@ def recurrence(
     q_in,
     k_in,
     qk_in,
-    w_in,
+    inverse_in,
     v_in,
     decay_in,
     to_end_in,
@@ -373,7 +373,10 @@ def recurrence(
     Z: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ):
-    """A sequence's chunks one after the other, for BLOCK_Z columns of one value head. Then the convolution's state."""
+    """A sequence's chunks one after the other, for BLOCK_Z columns of one value head. Then the convolution's state.
+
+    Here q k^T, the inverse and the decays are those of `chunks`.
+    """
     part, u, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(q_start_B + b).to(tl.int64)
     length = tl.load(q_start_B + b + 1) - first_row
@@ -392,23 +395,24 @@ def recurrence(
     first = tl.load(ends_B + b - 1, mask=b > 0, other=0)
     for chunk in range(first, end):
         at_chunk = first.to(tl.int64) + (chunk - first)
-        of_key = (at_chunk * J + j) * CHUNK_SIZE + c
-        of_head = (at_chunk * U + u) * CHUNK_SIZE + c
-        q = tl.load(q_in + of_key[:, None] * Y + y[None, :])
-        k = tl.load(k_in + of_key[:, None] * Y + y[None, :])
-        w = tl.load(w_in + of_head[:, None] * Y + y[None, :])
-        qk = tl.load(qk_in + of_head[:, None] * CHUNK_SIZE + c[None, :])
-        v = tl.load(v_in + of_head[:, None] * Z + z[None, :]).to(tl.float32)
-        decay, to_end = tl.load(decay_in + of_head), tl.load(to_end_in + of_head)
+        of_key, of_head = (at_chunk * J + j) * CHUNK_SIZE, (at_chunk * U + u) * CHUNK_SIZE
+        k = tl.load(k_in + of_key * Y + (c[:, None] * Y + y[None, :]))
+        q = tl.load(q_in + of_key * Y + (c[:, None] * Y + y[None, :]))
+        v = tl.load(v_in + of_head * Z + (c[:, None] * Z + z[None, :])).to(tl.float32)
+        inverse = tl.load(inverse_in + of_head * CHUNK_SIZE + (c[:, None] * CHUNK_SIZE + c[None, :]))
+        qk = tl.load(qk_in + of_head * CHUNK_SIZE + (c[:, None] * CHUNK_SIZE + c[None, :]))
+        decay, to_end = tl.load(decay_in + of_head + c)[:, None], tl.load(to_end_in + of_head + c)[:, None]
+        through = tl.load(decay_in + of_head + CHUNK_SIZE - 1)
         before = state.to(dtype)
-        n = v - tl.dot(w, before, input_precision="ieee")
-        out = decay[:, None] * tl.dot(q, before, input_precision="ieee")
+        n = v - decay * tl.dot(k, before, input_precision="ieee")
+        n = tl.dot(inverse, n.to(dtype), input_precision="ieee")
+        out = decay * tl.dot(q, before, input_precision="ieee")
+        state = through * state + tl.dot(tl.trans(k), (to_end * n).to(dtype), input_precision="ieee")
         out += tl.dot(qk, n.to(dtype), input_precision="ieee")
         i = (chunk - first) * CHUNK_SIZE + c
-        at = ((first_row + i) * U + u)[:, None] * Z + z[None, :]
-        tl.store(o + at, out.to(o.dtype.element_ty), mask=(i < length)[:, None])
-        through = tl.load(decay_in + (at_chunk * U + u) * CHUNK_SIZE + CHUNK_SIZE - 1)
-        state = through * state + tl.dot(tl.trans(k), (to_end[:, None] * n).to(dtype), input_precision="ieee")
+        rows = o + (first_row + (chunk - first) * CHUNK_SIZE) * (U * Z)
+        at = c[:, None] * (U * Z) + u * Z + z[None, :]
+        tl.store(rows + at, out.to(o.dtype.element_ty), mask=(i < length)[:, None])
     tl.store(rec + write * (U * Y * Z) + tile, state.to(rec.dtype.element_ty))
 
     channels = j * (2 * Y + V * Z)

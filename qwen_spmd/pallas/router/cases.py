@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named cases of the router: Qwen's numbers of experts and ugly ones. Ties are frequent where logits are few integers."""
+"""Named cases of the router: Qwen's numbers of experts and ugly ones, with ties where logits are few integers."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ def choose(op: str, kernel: str, shape_class: str, rule: Config) -> Config:
 
     A listed config may name some values only; the others are the rule's.
     """
-    forced = _forced.get().get(f"{op}.{kernel}")
-    if forced is not None:
-        return rule | forced
-    return rule | _table(op).get(kernel, {}).get(str(triton.capability()), {}).get(shape_class, {})
+    listed = table(op).get(kernel, {}).get(str(triton.capability()), {}).get(shape_class, {})
+    config = rule | _forced.get().get(f"{op}.{kernel}", listed)
+    _asked.get().append((op, kernel, shape_class, config))
+    return config
 
 
 @contextlib.contextmanager
@@ -40,10 +40,30 @@ def force(op: str, kernel: str, config: Config) -> Iterator[None]:
         _forced.reset(token)
 
 
+@contextlib.contextmanager
+def asked() -> Iterator[list[tuple[str, str, str, Config]]]:
+    """The (op, kernel, shape class, config) of each choice within."""
+    choices: list[tuple[str, str, str, Config]] = []
+    token = _asked.set(choices)
+    try:
+        yield choices
+    finally:
+        _asked.reset(token)
+
+
+def file(op: str) -> Path:
+    return Path(__file__).parents[1] / op / "configs.json"
+
+
 @functools.cache
-def _table(op: str) -> dict[str, dict[str, dict[str, Config]]]:
-    file = Path(__file__).parents[1] / op / "configs.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+def table(op: str) -> dict[str, dict[str, dict[str, Config]]]:
+    return json.loads(file(op).read_text()) if file(op).exists() else {}
+
+
+class _Nowhere(list):
+    def append(self, _: object) -> None:
+        pass
 
 
 _forced: ContextVar[dict[str, Config]] = ContextVar("forced", default={})  # noqa: B039  (never mutated)
+_asked: ContextVar[list[tuple[str, str, str, Config]]] = ContextVar("asked", default=_Nowhere())  # noqa: B039
