@@ -22,6 +22,7 @@ from qwen_spmd.plan.presets import model_config
 from qwen_spmd.serve.engine import Engine
 from qwen_spmd.serve.model_folder import model_folder
 from qwen_spmd.serve.request import Request
+from qwen_spmd.serve.scheduler import Output
 from qwen_spmd.serve.sizes import EngineConfig
 
 Run = Callable[[list[list[int]], int], None]
@@ -65,7 +66,13 @@ def engine(args: argparse.Namespace) -> Iterator[Any]:
     )
     made = random_engine(args.random, config) if args.random else Engine.load(Path(args.model), config)
     finished: queue.SimpleQueue[str] = queue.SimpleQueue()
-    made.deliver = lambda outputs: [finished.put(o.request.id) for o in outputs if o.finish_reason] and None
+
+    def deliver(outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finish_reason:
+                finished.put(output.request.id)
+
+    made.deliver = deliver
     names = itertools.count()
 
     def run(prompts: list[list[int]], new: int) -> None:
