@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
 from jax.core import Tracer
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
@@ -161,7 +162,8 @@ _repaired = False
 def _repair() -> None:
     """The interpreter holds bfloat16 as uint16, and its arithmetic computes on the integers: go through float32.
 
-    And a scalar comparison leaves integers in a mask, which its loads and stores refuse.
+    And float32 is cut off to fewer bits where machines round, and a scalar comparison leaves integers in a mask, which
+    loads and stores refuse.
     """
     global _repaired
     if _repaired:
@@ -190,6 +192,16 @@ def _repair() -> None:
             return ternary(self, a, b, c, op)
         return TensorHandle(_to_bfloat16(op(*(_to_float32(h.data) for h in (a, b, c)))), c.dtype.scalar)
 
+    convert = interpreter._convert_float
+
+    def convert_float(x: np.ndarray, of: Any, to: Any, rounding: Any) -> np.ndarray:
+        if of == tl.float32 and to == tl.bfloat16:
+            return _to_bfloat16(x)
+        if of == tl.float32 and to == tl.float8e4nv:
+            return np.asarray(x, np.float32).astype(jnp.float8_e4m3fn).view(np.uint8)
+        return convert(x, of, to, rounding)
+
+    interpreter._convert_float = convert_float
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def truth(mask: TensorHandle) -> TensorHandle:
