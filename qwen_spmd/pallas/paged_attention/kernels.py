@@ -36,12 +36,11 @@ def load_context(kv, pages, layer, b, k, pos, end, P: tl.constexpr, K: tl.conste
     """Keys and values [BLOCK, H] of consecutive positions, of which those from `end` on are zeros if MASK."""
     h = tl.arange(0, H)
     if ONE_PAGE:
-        at = (slab(pages, layer, b, k, tl.min(pos, 0), P, K, S, PAGES) * S + pos % S) * H
-    elif MASK:
-        at = (slab(pages, layer, b, k, tl.minimum(pos, end - 1), P, K, S, PAGES) * S + pos % S) * H
+        kv += slab(pages, layer, b, k, tl.min(pos, 0), P, K, S, PAGES) * (S * H)
+        at = (pos % S)[:, None] * H + h[None, :]
     else:
-        at = (slab(pages, layer, b, k, pos, P, K, S, PAGES) * S + pos % S) * H
-    at = at[:, None] + h[None, :]
+        held = tl.minimum(pos, end - 1) if MASK else pos
+        at = ((slab(pages, layer, b, k, held, P, K, S, PAGES) * S + pos % S) * H)[:, None] + h[None, :]
     if MASK:
         written = (pos < end)[:, None]
         keys = tl.load(kv + at, mask=written, other=0.0)
@@ -248,8 +247,9 @@ def prefill(
     r, h, n = tl.arange(0, BLOCK_M), tl.arange(0, H), tl.arange(0, BLOCK_N)
     token = r // G
     live = (token < count) & (r < TOKENS * G)
-    heads = ((row + token).to(tl.int64) * N + k * G + r % G)[:, None] * H + h[None, :]
-    queries = tl.load(q + heads, mask=live[:, None], other=0.0)
+    tile_at = (row.to(tl.int64) * N + k * G) * H
+    heads = (token * N + r % G)[:, None] * H + h[None, :]
+    queries = tl.load(q + tile_at + heads, mask=live[:, None], other=0.0)
     m = tl.full([BLOCK_M], MASKED, tl.float32)
     s = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, H], tl.float32)
@@ -270,4 +270,4 @@ def prefill(
         seen = (at[None, :] <= (pos + token)[:, None]) & (at < end)[None, :]
         m, s, total = accumulate(queries, keys, values, seen, m, s, total, scale, True)
     total = total / tl.where(s == 0, 1.0, s)[:, None]
-    tl.store(o + heads, total.to(dtype), mask=live[:, None])
+    tl.store(o + tile_at + heads, total.to(dtype), mask=live[:, None])
