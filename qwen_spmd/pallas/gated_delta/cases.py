@@ -138,6 +138,7 @@ CASES = (
     Case("empty in the middle", ((0, 0), (1, 5), (0, 20), (7, 7), (0, 0), (1, 6), (0, 0), (40, 50)), forks=(2,)),
     Case("no padding", ((1, 8), (1, 1), (2, 9), (66, 67), (64, 64), (34, 34), (20, 40), (20, 20))),
     Case("only padding", ()),
+    Case("a batch of 3", ((70, 70), (1, 9), (5, 8)), rows=80, batch=3),
     Case("extreme gates", ((1, 2), (1, 1), (130, 130), (60, 70)), extreme=True),
     Case("fork of a snapshot", ((1, 9), (5, 12), (3, 3)), forks=(0,)),
     Case("forks of one snapshot", ((1, 9), (130, 150), (2, 10), (1, 9), (3, 3)), forks=(0, 1, 2, 3)),

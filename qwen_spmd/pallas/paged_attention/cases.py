@@ -137,6 +137,8 @@ CASES = (
     Case("empty in the middle", ((0, 0), (1, 5), (0, 20), (7, 7), (0, 0), (1, 6), (0, 0), (40, 50))),
     Case("no padding", ((1, 8), (1, 9), (20, 20), (20, 36), (20, 37), (20, 80), (30, 90), (48, 256))),
     Case("only padding", ()),
+    Case("a batch of 3", ((70, 70), (1, 9), (5, 8)), rows=80, batch=3),
+    Case("a batch of 3, one token", ((1, 9), (1, 256), (0, 0)), batch=3, one_token=True),
     *(
         Case(f"bucket of 8, {live} live", _BUCKET_OF_8[:n], one_token=True)
         for live, n in ((1, 2), (2, 4), (3, 5), (5, 8))
