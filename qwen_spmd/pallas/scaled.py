@@ -13,6 +13,7 @@ class Scaled:
     """Matrices [.., I, O] as values float8_e4m3fn [.., I, O] times float32 scales [.., I / i, O / o], one a block.
 
     Blocks of 128 x 128 are how Qwen's FP8 checkpoints have them (o or i is the whole matrix: one scale a row, column).
+    Their size follows from the shapes, so a matrix that is no multiple of it has blocks as equal as their number allows.
     """
 
     values: jax.Array
@@ -24,7 +25,7 @@ class Scaled:
 
     @property
     def block(self) -> tuple[int, int]:
-        """(i, o), in elements; the last block of a row or column may be cut short."""
+        """(i, o), in elements; the last one may have fewer."""
         (I, O), (i, o) = self.values.shape[-2:], self.scales.shape[-2:]
         return -(-I // i), -(-O // o)
 

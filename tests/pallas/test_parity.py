@@ -221,7 +221,13 @@ OPS = {
         check_grouped_mlp,
         3,
         ("x_TD", "w_gate", "w_up", "w_down"),
-        interpreted=("no rows", "16 rows, ends", "16 rows, bfloat16", "8-bit weights, blocks cut short"),
+        interpreted=(
+            "no rows",
+            "16 rows, ends",
+            "16 rows, bfloat16",
+            "8-bit weights, blocks cut short",
+            "8-bit weights, blocks of 128",
+        ),
     ),
 }
 CASES = [

@@ -16,9 +16,10 @@ def weighted_sum(y, pos, own, gates, out, D: tl.constexpr, X: tl.constexpr, BLOC
     total = tl.zeros([BLOCK_D], tl.float32)
     for x in tl.static_range(X):
         here = tl.load(own + t * X + x) != 0
-        place = tl.load(pos + t * X + x, mask=here, other=0).to(tl.int64)
-        gate = tl.load(gates + t * X + x, mask=here, other=0.0)
-        row = tl.load(y + place * D + d, mask=tl.where(here, d, D) < D, other=0.0)
+        place = tl.load(pos + t * X + x).to(tl.int64)
+        gate = tl.where(here, tl.load(gates + t * X + x), 0.0)
+        # The mask must be seen to be the same for 16 bytes, or single elements are loaded.
+        row = tl.load(y + place * D + d, mask=here & (d < D), other=0.0)
         total += gate * row.to(tl.float32)
     tl.store(out + t * D + d, total, mask=d < D)
 

@@ -131,7 +131,7 @@ CASES = (
     Case("640 rows, bfloat16", 640, "zipf", used=600, dtype="bfloat16"),
     Case("640 rows, 8-bit weights", 640, "zipf", used=600, block=16, dtype="bfloat16"),
     Case("8-bit weights, blocks cut short", 16, "uniform", hidden=64, width=24, block=16),
-    Case("8-bit weights, blocks of 128", 48, "zipf", experts=4, hidden=256, width=192, block=128, dtype="bfloat16"),
+    Case("8-bit weights, blocks of 128", 48, "zipf", experts=4, hidden=256, width=256, block=128, dtype="bfloat16"),
     Case("one expert of all", 16, "one", experts=1, notes="a rank with a single expert"),
     Case("three layers", 16, "zipf", layers=3),
     Case("Qwen3 width", 48, "uniform", experts=8, hidden=64, width=24, notes="4096 x 1536, no multiple of 1024"),

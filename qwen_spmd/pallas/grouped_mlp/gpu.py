@@ -134,18 +134,27 @@ def _few_rows(kernel: str, mean: int, experts: int, O: int, itemsize: int) -> co
     rows than the mean, and some have far more: tiles have room for twice as many, where that costs nothing."""
     block_r = 16 if mean <= 2 else 32 if mean <= 8 else 64
     rule = {"block_r": block_r, "block_o": 64, "block_i": 64, "warps": 4, "stages": 4, "swap": 1, "programs": 2}
-    if experts * O < 64 * processors():  # not a tile for each processor: deeper
-        rule |= {"stages": 6}
-    elif kernel == "gate_up" and block_r == 64:
-        rule |= {"stages": 3, "programs": 3}
-    elif kernel == "down":
+    if itemsize == 1:  # converting them needs the registers
+        rule |= {"block_r": min(32, block_r)}
+        if kernel == "gate_up":
+            rule |= {"block_i": 128, "stages": 3}
+        else:
+            rule |= {"block_o": 128, "programs": 3, "scale_weights": 0}
+    elif kernel == "gate_up":
+        if experts * O < 64 * processors():  # not a tile for each processor
+            rule |= {"block_o": 32, "block_i": 128, "swap": 0}
+        elif block_r == 64:
+            rule |= {"stages": 3, "programs": 3}
+    elif experts * O >= 2 * 128 * processors():
         rule |= {"block_o": 128, "block_i": 128, "stages": 2, "programs": 3 if block_r == 16 else 2}
     return rule
 
 
 def _many_rows(kernel: str, mean: int, experts: int, O: int, itemsize: int) -> configs.Config:
     rule = {"block_r": 128, "block_o": 128, "block_i": 64, "warps": 8, "stages": 4, "swap": 0, "programs": 1}
-    if kernel == "down" and O % 256 == 0:
+    if itemsize == 1:
+        rule |= {"swap": 1}
+    elif kernel == "down" and O % 256 == 0:
         rule |= {"block_o": 256, "stages": 3, "flatten": 1}
     elif kernel == "gate_up" and mean <= 128:  # still bound by memory
         rule |= {"block_o": 64, "warps": 4, "stages": 3, "programs": 2}

@@ -159,7 +159,7 @@ def grouped_matmul(
 ):
     """out[r] = silu(x[rows[r]] w) * (x[rows[r]] w_up) if GATED, else x[r] w, for the matrices of r's expert.
 
-    PASSES            2: first the gate, then up, so that each can have twice the columns
+    PASSES            2: first the gate, rounded to out's dtype, then up, so that each can have twice the columns
     SWAP              compute transposed
     SCALE_I, SCALE_O  block of a scale; WHEN it is applied, 0: there are none
     FLATTEN           load a tile's first weights while the one before is finished
@@ -185,7 +185,9 @@ def grouped_matmul(
         if not TMA_ROWS:
             row = tl.load(rows + r, mask=live, other=0) if GATED else r
             x_at = x + row.to(tl.int64)[:, None] * I + tl.arange(0, BLOCK_I)[None, :]
-        out_at = out + r.to(tl.int64)[:, None] * O + o[None, :]
+        # Offsets of 32 bits from the tile's own address: addresses of 64 would take twice the registers.
+        out_at = out + (first.to(tl.int64) * O + o0)
+        out_at += tl.arange(0, BLOCK_R)[:, None] * O + tl.arange(0, BLOCK_O)[None, :]
         kept = live[:, None] & (o < O)[None, :]
         if GATED and PASSES == 1:
             gate, up = multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I, O, BLOCK_R, BLOCK_I,

@@ -140,7 +140,7 @@ def _of_first_gpu() -> int:
 
 
 def _jax_triton(l: Launch) -> tuple[jax.Array, ...]:
-    from qwen_spmd.pallas.triton.jax_triton import call
+    from qwen_spmd.pallas.triton.jax_call import call
 
     return call(l, capability())
 

@@ -54,9 +54,9 @@ def _prepare_triton() -> None:
 
 _prepare_triton()
 
-import jax_triton  # noqa: E402
+import jax_triton  # type: ignore[import-not-found]  # noqa: E402
 from jax._src.interpreters import partial_eval  # noqa: E402
-from jax_triton import triton_lib  # noqa: E402
+from jax_triton import triton_lib  # type: ignore[import-not-found]  # noqa: E402
 
 
 class _KernelLibrary:
