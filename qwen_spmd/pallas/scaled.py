@@ -13,7 +13,7 @@ class Scaled:
     """Matrices [.., I, O] as values float8_e4m3fn [.., I, O] times float32 scales [.., I / i, O / o], one a block.
 
     Blocks of 128 x 128 are how Qwen's FP8 checkpoints have them (o or i is the whole matrix: one scale a row, column).
-    Their size follows from the shapes, so a matrix that is no multiple of it has blocks as equal as their number allows.
+    Their size follows from the shapes: a matrix that is no multiple of it has blocks as equal as their number allows.
     """
 
     values: jax.Array

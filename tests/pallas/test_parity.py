@@ -155,16 +155,20 @@ def check_few_rows_mlp(x: few_rows_mlp.Inputs, got, factor, impl):
 
 
 def check_router(x: router.Inputs, got, factor, impl):
+    got_experts, got_gates = got
+    assert (got_experts.dtype, got_gates.dtype) == (np.int32, np.float32)
+    assert np.all((got_experts >= 0) & (got_experts < x.logits_TE.shape[1]))
+    numbers = ~np.isnan(x.logits_TE).any(-1)
+    assert np.isnan(got_gates[~numbers]).all()
+    x = x.replace(logits_TE=x.logits_TE[numbers])
     logits = f64(x.logits_TE)
     # Which is larger is decided on float32 probabilities, where small ones may be equal.
     p32 = np.exp(x.logits_TE - x.logits_TE.max(-1, keepdims=True))
     order = np.argsort(-p32, axis=-1, kind="stable")[:, : x.chosen]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     gates = np.take_along_axis(p / p.sum(-1, keepdims=True), order, -1)
-    got_experts, got_gates = got
-    assert (got_experts.dtype, got_gates.dtype) == (np.int32, np.float32)
-    np.testing.assert_array_equal(got_experts, order)
-    close(got_gates, gates / gates.sum(-1, keepdims=True) if x.normalise else gates, factor, 1)
+    np.testing.assert_array_equal(got_experts[numbers], order)
+    close(got_gates[numbers], gates / gates.sum(-1, keepdims=True) if x.normalise else gates, factor, 1)
 
 
 def check_expert_sort(x: expert_sort.Inputs, got, factor, impl):
@@ -197,7 +201,7 @@ class Op(NamedTuple):
 
 OPS = {
     "router": Op(
-        router, check_router, 8, ("logits_TE",), ("5 rows of 128, top 8", "few logits, many ties", "all of 8")
+        router, check_router, 8, ("logits_TE",), ("5 rows of 128, top 8", "few logits, many ties", "rows of NaN")
     ),
     "expert_sort": Op(expert_sort, check_expert_sort, 0, (), ("8 rows, 7 of padding", "many rows", "none here")),
     "expert_sum": Op(expert_sum, check_expert_sum, 3, ("y_RD", "gates_TX"), ("some own", "odd width", "bfloat16")),

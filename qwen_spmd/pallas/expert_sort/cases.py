@@ -62,10 +62,12 @@ CASES = (
     Case("64 rows of 256", 64, 8, 256),
     Case("a rank's 64 of 512", 33, 10, 64, total=512, first=128),
     Case("a rank's last 16 of 128", 40, 8, 16, total=128, first=112, padding=3),
+    Case("100 rows of 512", 100, 10, 512, padding=7),
     Case("none here", 5, 2, 4, total=64, first=60, padding=5),
     Case("all to one", 70, 3, 60, load="one"),
     Case("one expert", 9, 1, 1),
     Case("many rows", 700, 8, 40, total=60, first=7, padding=50),
     Case("many rows to one", 513, 8, 16, load="one"),
+    Case("2,100 rows", 2100, 8, 24, padding=11),
     Case("Qwen3.5, 8192 rows", 8192, 10, 512, full=True),
 )

@@ -17,6 +17,7 @@ from qwen_spmd.pallas.router import router
 class Case:
     """`levels`: logits are integers below it, so that many are equal; None: normal. `spread` multiplies them.
 
+    nan   rows that have a NaN
     full  too big for a CPU test
     """
 
@@ -27,6 +28,7 @@ class Case:
     normalise: bool = True
     levels: int | None = None
     spread: float = 1.0
+    nan: int = 0
     full: bool = False
 
 
@@ -47,7 +49,9 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     """A numpy array."""
     rng, shape = np.random.default_rng(seed), (case.rows, case.experts)
     logits = rng.standard_normal(shape) if case.levels is None else rng.integers(0, case.levels, shape)
-    return Inputs((case.spread * logits).astype(np.float32), case.chosen, case.normalise)  # type: ignore[arg-type]
+    logits = (case.spread * logits).astype(np.float32)
+    logits[rng.permutation(case.rows)[: case.nan], rng.integers(case.experts)] = np.nan
+    return Inputs(logits, case.chosen, case.normalise)  # type: ignore[arg-type]
 
 
 CASES = (
@@ -58,6 +62,7 @@ CASES = (
     Case("few logits, many ties", 6, 60, 4, levels=5),
     Case("all equal", 2, 256, 8, levels=1),
     Case("probabilities that vanish", 3, 128, 8, levels=40, spread=120),
+    Case("rows of NaN", 5, 60, 4, nan=2),
     Case("one of one", 2, 1, 1),
     Case("all of 8", 3, 8, 8),
     Case("top 1", 4, 60, 1, normalise=False),

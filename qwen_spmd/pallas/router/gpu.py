@@ -28,7 +28,7 @@ def top_experts(
     logit = tl.load(logits + t * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
     p = tl.exp(logit - tl.max(logit, 0))
     p = p / tl.sum(p, 0)
-    # Of numbers from 0 on, bits are in the same order. Below them: what is not a number, then what is taken or no expert.
+    # Numbers from 0 on are in the order of their bits. Below: what is not a number, then what is taken or no expert.
     left = tl.where(e < E, tl.where(p == p, p.to(tl.int32, bitcast=True), -1), -2)
     x = tl.arange(0, BLOCK_X)
     chosen = tl.zeros([BLOCK_X], tl.int32)

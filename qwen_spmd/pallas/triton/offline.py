@@ -132,8 +132,8 @@ def _bytes(instruction: str) -> int:
 
 
 def _key(l: Launch) -> tuple:
-    shapes = [(x.array.dtype.name, x.block_shape) if isinstance(x, Descriptor) else x.dtype.name for x in l.operands]
-    return l.kernel.__name__, *shapes, l.warps, l.stages, *sorted({**l.options, **l.constexprs}.items())
+    """Equal for launches of the same code."""
+    return l.kernel.fn, *_signature(l)[0].items(), l.warps, l.stages, *sorted({**l.options, **l.constexprs}.items())
 
 
 def _tool(name: str, *args: str) -> str:
