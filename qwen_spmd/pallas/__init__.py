@@ -16,6 +16,12 @@ def impl_for(device: Any) -> Impl:
     """The implementation that a device of this platform runs."""
     if device.platform not in ("gpu", "cuda"):
         return "reference"
+    capability = str(getattr(device, "compute_capability", "9.0"))  # described devices may not say
+    if capability.split(".")[0] not in ("9", "10"):
+        raise ValueError(
+            f"{device.device_kind} has compute capability {capability}; there are kernels for 9.0 (Hopper) and 10.x "
+            "(Blackwell)"
+        )
     if importlib.util.find_spec("jax_triton") is None:
         raise ModuleNotFoundError("kernels for NVIDIA GPUs need jax-triton: pip install 'qwen-spmd[gpu]'")
     return "gpu"

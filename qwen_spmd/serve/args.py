@@ -54,7 +54,7 @@ class ServeArgs:
 
     dtype: Literal["auto", "bfloat16", "float32"] = flag("auto", "of weights and activations", engine="dtype")
     state_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "of the recurrent states; arithmetic on them is float32 always", engine="state_dtype"
+        "float32", "of the recurrent states, as they are stored between steps", engine="state_dtype"
     )
     max_model_len: int | None = flag(None, "longest prompt + output", "--context-length", engine="max_model_len", low=2)
     block_size: int | None = flag(None, "tokens of a KV page", "--page-size", engine="block_size", low=1)

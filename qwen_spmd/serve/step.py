@@ -125,12 +125,14 @@ class Steps:
     def set_weights(self, weights: Params) -> None:
         """What later steps use: the same tree as the constructor's, of the same shapes and dtypes."""
         if self._platform in UNROLLED:
+            put = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))  # noqa: E731
+            weights = jax.tree.map(put, weights, params.specs(self.cfg, self.layout))
             weights = unstack(weights, self.cfg, self.layout)
         self.weights = jax.tree.map(lambda old, new: jax.device_put(new, old.format), self.weights, weights)
 
     def build(self, lowered: Any) -> Any:
         """The compiled program of what `lower` gave. The first one's choice of layouts binds the later ones."""
-        program = lowered.compile(COMPILER_OPTIONS.get(self._platform.replace("cuda", "gpu")))
+        program = lowered.compile(_compiler_options(self.mesh))
         if not self._formats_chosen:
             chosen = program.input_formats[0][0]
             # What no step reads is no argument of the program.
@@ -242,6 +244,10 @@ class Steps:
         return st, jnp.where(live_B, token_B, NO_TOKEN), stop_B
 
 
+def _compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].platform.replace("cuda", "gpu"))
+
+
 def _lay_out(x: jax.Array, place: Any) -> jax.Array:
     """The array in this layout; it is given up if it lies otherwise."""
     if not isinstance(place, Format) or x.format == place:  # type: ignore[attr-defined]
@@ -263,14 +269,18 @@ def run_sequence(steps: Steps, tokens: Sequence[int]) -> tuple[jax.Array, Trace]
     padded = np.zeros(max(SMALLEST, 1 << (T - 1).bit_length()), np.int32)
     padded[:T] = tokens
     static = (steps.cfg, steps.mesh, steps.layout, steps.route, steps.rec_dtype)
-    logits, trace = _sequence(steps.weights, padded, np.int32(T), *static)
+    logits, trace = _sequence_program(steps.mesh)(steps.weights, padded, np.int32(T), *static)
     return logits[:T], jax.tree.map(lambda x: x[:, :T], trace)
 
 
 SMALLEST = 64
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7))
+@functools.cache
+def _sequence_program(mesh: Mesh) -> Any:
+    return jax.jit(_sequence, static_argnums=(3, 4, 5, 6, 7), compiler_options=_compiler_options(mesh))
+
+
 def _sequence(
     weights: Params,
     tokens_T: jax.Array,

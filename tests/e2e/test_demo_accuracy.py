@@ -10,7 +10,7 @@ from qwen_spmd.demo import MODEL_DIR
 from qwen_spmd.demo.chat import render_prompt
 from qwen_spmd.demo.evaluate import MAX_TOKENS, evaluate
 
-ITEMS = 6
+ITEMS = 10
 
 
 def test_the_card_is_true():
@@ -25,6 +25,6 @@ def test_the_card_is_true():
             return [completion.text for completion in llm.generate(prompts, params)]
 
         accuracy = evaluate(generate, listed, ITEMS)
-    # The card lists tasks from 95 % up; six items of one may miss that, all of them together may not.
-    assert min(accuracy.values()) >= 0.66, accuracy
+    # The card lists tasks from 95 % up; ten items of one may miss that, all of them together may not.
+    assert min(accuracy.values()) >= 0.8, accuracy
     assert np.mean(list(accuracy.values())) >= 0.95, accuracy

@@ -18,7 +18,7 @@ SHAPES = Shapes(page_size=16, pages=4, slots=3, pages_per_seq=2, window=2, ragge
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("qwen3", (1, 1, 2)), ("qwen3_5_moe", (1, 1, 1))], ids=["tp=2", "ep=2 tp=2"]
+    ("name", "sizes"), [("qwen3", (1, 1, 2)), ("qwen3_5_moe", (1, 2, 2))], ids=["tp=2", "ep=2 tp=2"]
 )
 def test_unrolled_is_scanned(oracle, monkeypatch, name, sizes):
     cfg = oracle(name).cfg
@@ -37,3 +37,16 @@ def test_unrolled_is_scanned(oracle, monkeypatch, name, sizes):
     np.testing.assert_allclose(got, want, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got_trace, trace)
     jax.tree.map(np.testing.assert_array_equal, stack(unrolled.weights), params.place(whole, cfg, mesh, lay))
+
+
+def test_weights_are_assigned_from_anywhere(oracle, monkeypatch):
+    monkeypatch.setattr(step, "UNROLLED", ("cpu",))
+    cfg = oracle("qwen3").cfg
+    lay, mesh = layout(cfg.dims(), tp=2), make_mesh(1, 1, 2)
+    old, new = (params.init(cfg, jnp.float32, jax.random.key(seed)) for seed in (1, 2))
+    steps = Steps(cfg, params.place(old, cfg, mesh, lay), mesh, lay, SHAPES, jnp.float32, jnp.float32)
+    shardings = jax.tree.map(lambda x: x.sharding, steps.weights)
+    for given in (jax.tree.map(np.asarray, new), new):  # numpy, and arrays on one device
+        steps.set_weights(given)
+        jax.tree.map(np.testing.assert_array_equal, stack(steps.weights), new)
+        assert jax.tree.map(lambda x: x.sharding, steps.weights) == shardings

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of kernels: the rule, the table over it, and what tuning forces over both."""
+"""Configs of kernels: the rule, the table over it, and what tuning forces over both; which devices have kernels."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from qwen_spmd.pallas import impl_for
 from qwen_spmd.pallas.triton import configs, target
 from qwen_spmd.pallas.triton.configs import choose
 
@@ -39,3 +44,10 @@ def test_tables_in_the_repository_are_read():
             for classes in capability.values():
                 for config in classes.values():
                     assert config and all(isinstance(v, int) for v in config.values())
+
+
+def test_devices_without_kernels():
+    assert impl_for(SimpleNamespace(platform="cpu")) == impl_for(SimpleNamespace(platform="tpu")) == "reference"
+    for capability in ("8.0", "12.0", "gfx942"):
+        with pytest.raises(ValueError, match=f"RTX has compute capability {capability}"):
+            impl_for(SimpleNamespace(platform="gpu", device_kind="RTX", compute_capability=capability))

@@ -25,7 +25,7 @@ from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
 from qwen_spmd.pallas.router import cases as router
 from qwen_spmd.pallas.scaled import Scaled
-from qwen_spmd.pallas.triton import interpreted
+from qwen_spmd.pallas.triton import configs, interpreted
 
 IMPLS = sorted({"reference", impl_for(jax.devices()[0])})
 
@@ -285,6 +285,25 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
     with interpreted():
         got = jax.tree.map(np.array, op.cases.run(x, "gpu"))
     op.check(x, got, op.factor, "gpu")
+
+
+FORCED = [
+    ("gated_delta", "Qwen3.5 16/48 heads", "decode", {"split": 2, "block_z": 16}),
+    ("gated_delta", "bucket of 8, forks", "decode", {"split": 4, "block_z": 16}),
+    ("paged_attention", "bucket of 8, 5 live, bfloat16", "decode", {"block_n": 16, "programs": 1, "pieces": 4}),
+    ("grouped_mlp", "16 rows, bfloat16", "gate_up", {"swap": 0, "block_r": 64, "tma": 0}),
+]
+
+
+@pytest.mark.skipif("gpu" in IMPLS, reason="the interpreter leaves triton unable to compile")
+@pytest.mark.parametrize(("op", "case", "kernel", "config"), FORCED)
+def test_any_config_is_right(op, case, kernel, config):
+    """Tables of configs decide on speed alone."""
+    pytest.importorskip("triton")
+    x = OPS[op].cases.inputs(next(c for c in OPS[op].cases.CASES if c.name == case))
+    with interpreted(), configs.force(op, kernel, config):
+        got = jax.tree.map(np.array, OPS[op].cases.run(x, "gpu"))
+    OPS[op].check(x, got, OPS[op].factor, "gpu")
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS.values() for name in op.matters])

@@ -28,7 +28,8 @@ def gated_delta(
 
         S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-    with q and k l2-normalised (epsilon 1e-6 inside the root), q scaled by Y**-0.5, all in float32.
+    with q and k l2-normalised (epsilon 1e-6 inside the root), q scaled by Y**-0.5. All in float32, but for matrix
+    products on a GPU, whose operands are rounded to qkv's dtype.
 
     qkv_TC      inputs of the convolution; C grouped by key head: query Y, key Y, then U / J values of Z
     conv_w_WC   taps; the last multiplies the current token
@@ -36,8 +37,8 @@ def gated_delta(
     layer       int32 scalar, which of the L
 
     A sequence starts from the state in its read slot (zeros if `fresh`, whatever the slot holds) and leaves the state
-    after its last token in its write slot. Empty sequences leave every slot but 0 alone. Returns o_TUZ in qkv's dtype
-    (zeros for padding), conv and rec.
+    after its last token in its write slot, which no other sequence may read or write. Empty sequences leave every slot
+    but 0 alone. Returns o_TUZ in qkv's dtype (zeros for padding), conv and rec.
     """
     match impl:
         case "reference":

@@ -86,6 +86,7 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     write_slot_B = np.where(np.arange(B) < len(case.seqs), own, 0)
     read_slot_B = np.where(np.isin(np.arange(B), case.forks), snapshot, write_slot_B)
     fresh_B = (q_len == kv_len) & (kv_len > 0)
+    assert not set(write_slot_B[q_len > 0]) & set(read_slot_B[read_slot_B != write_slot_B])
     conv: Any = np.full((layers, slots, W - 1, C), np.nan, dtype)
     rec: Any = np.full((layers, slots, U, Y, Z), np.nan, jnp.dtype(case.rec_dtype))
     for slot in set(read_slot_B[kv_len > q_len]):

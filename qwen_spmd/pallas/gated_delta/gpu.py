@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Gated DeltaNet launches on a GPU: the kernels of `kernels.py`, their work lists and tiles."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -55,7 +57,7 @@ def _decode(
     name = f"{rec.dtype.name} {J}/{U} heads of {sizes['Y']}x{Z}, {B} sequences"
     c = configs.choose("gated_delta", "decode", name, rule)
     block_z = min(Z, c["block_z"])
-    split = min(c["split"], U // J * (Z // block_z))
+    split = math.gcd(c["split"], U // J * (Z // block_z))  # parts are of equal size
     live_B = (rows.q_len_B == 1).astype(jnp.int8)
     where = (rows.q_start_B, live_B, rows.read_slot_B, rows.write_slot_B, rows.fresh_B.astype(jnp.int8))
     given = () if o_TUZ is None else (o_TUZ,)
@@ -85,10 +87,9 @@ def _decode(
             qkv_TC,
             layer,
             *where,
-            o_TUZ,
             conv,
             out=out[:1],
-            alias={8: 0},
+            alias={7: 0},
             grid=(B, triton.cdiv(C, 1024)),
             R=sizes["R"],
             C=C,
@@ -134,7 +135,8 @@ def _chunked(
         W=sizes["W"],
         **of_heads,
     )
-    c = configs.choose("gated_delta", "chunks", name, {"warps": 4})
+    # float32 products go without the matrix unit, and take more registers than there are.
+    c = configs.choose("gated_delta", "chunks", name, {"warps": 16 if dtype == jnp.float32 else 4})
     qk, inverse, decay, to_end = launch(
         kernels.chunks,
         inputs[1],
@@ -153,7 +155,7 @@ def _chunked(
     few = 2 * U * triton.cdiv(Z, 64) < processors()
     rule = {"block_z": 32 if few else 64, "warps": 4, "stages": 3}
     if dtype == jnp.float32:  # would not fit into shared memory
-        rule |= {"block_z": 16, "stages": 1}
+        rule |= {"block_z": 16, "stages": 1, "warps": 8}
     c = configs.choose("gated_delta", "recurrence", name, rule)
     block_z = min(Z, c["block_z"])
     pools = tuple(ShapeDtypeStruct(x.shape, x.dtype) for x in (conv, rec))

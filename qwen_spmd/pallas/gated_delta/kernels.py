@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet in Triton: one token a sequence in one launch, and the chunked (WY form) in three.
+"""Gated DeltaNet in Triton: recurrent for one token a sequence, and the chunked (WY) form in three launches.
 
 `decode` convolves the channels that a program needs itself. For longer sequences `convolve` and `chunks` make, for all
 chunks at once, what no state has a part in, and `recurrence` goes from chunk to chunk. With 16-bit inputs, what is
-between these launches and what is multiplied is 16-bit, too; sums, decays and states are float32.
+between these launches and what is multiplied is 16-bit, too; sums and decays are float32, and so are states
+until they are stored.
 """
 
 import triton
 import triton.language as tl
 
+from qwen_spmd.pallas.triton.kernels import find, silu
+
 CHUNK = 64
 CHUNK_SIZE = tl.constexpr(CHUNK)
-
-
-@triton.jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
 
 
 @triton.jit
@@ -151,14 +149,13 @@ def shift_all(
     read_B,
     write_B,
     fresh_B,
-    after,
     conv,
     R: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The convolution's states after `decode` in several parts; `after` is what that launch wrote."""
+    """The convolution's states, after all parts of `decode` have read them."""
     b, c = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     if tl.load(live_B + b) == 0:
         return
@@ -169,16 +166,6 @@ def shift_all(
         x = tl.load(conv + (read * (W - 1) + w) * C + c, mask=inside & (fresh == 0), other=0.0)
         tl.store(conv + (write * (W - 1) + w - 1) * C + c, x, mask=inside)
     tl.store(conv + (write * (W - 1) + W - 2) * C + c, tl.load(qkv + row * C + c, mask=inside, other=0.0), mask=inside)
-
-
-@triton.jit
-def find(ends, i, B: tl.constexpr, BLOCK_B: tl.constexpr):
-    """(group of the i-th piece, its number within the group), of groups that end before piece `ends`."""
-    b = tl.arange(0, BLOCK_B)
-    end = tl.load(ends + b, mask=b < B, other=2147483647)
-    group = tl.sum((end <= i).to(tl.int32), 0)
-    first = tl.max(tl.where(b < group, end, 0), 0)
-    return group, i - first
 
 
 @triton.jit

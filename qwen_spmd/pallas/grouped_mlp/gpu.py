@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from qwen_spmd.pallas.grouped_mlp.kernels import AFTER, BEFORE, EACH, grouped_matmul
+from qwen_spmd.pallas.grouped_mlp.kernels import AFTER, BEFORE, EACH, NEVER, grouped_matmul
 from qwen_spmd.pallas.scaled import Scaled
 from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, configs, launch, processors
 
@@ -65,7 +65,7 @@ def _grouped(
     values, block = (w.values, w.block) if isinstance(w, Scaled) else (w, (0, 0))
     c = _config(kernel, x, values, expected)
     block_o, block_i, block_r = c["block_o"], c["block_i"], c["block_r"]
-    when = 0
+    when = NEVER
     if block[0]:
         when = EACH if block[0] % block_i else BEFORE if c["scale_weights"] else AFTER
     # Without edges in the way; rows beyond an expert's are another's and are not kept.
@@ -73,6 +73,7 @@ def _grouped(
     tma_rows = bool(c["tma_rows"]) and tma and w_up is None and R >= block_r and x.dtype == jnp.bfloat16
 
     def operands(w: Weights) -> tuple:
+        """(weights, scales); an array that is not read stands for scales where there are none."""
         values, scales = (w.values, w.scales) if isinstance(w, Scaled) else (w, sizes_E)
         return (Descriptor(values.reshape(-1, O), (block_i, block_o)) if tma else values), scales
 
@@ -92,18 +93,16 @@ def _grouped(
         grid=(min(tiles * triton.cdiv(O, block_o), c["programs"] * processors()),),
         warps=c["warps"],
         stages=c["stages"],
-        options={"maxnreg": c["registers"]} if c["registers"] else None,
         E=E,
         I=I,
         O=O,
         GATED=w_up is not None,
-        PASSES=c["passes"] if w_up is not None else 1,
         SWAP=bool(c["swap"]),
         TMA=tma,
         TMA_ROWS=tma_rows,
         SCALE_I=block[0],
         SCALE_O=block[1],
-        WHEN=when,
+        WHEN=when.value,
         BLOCK_E=triton.next_power_of_2(E),
         BLOCK_R=block_r,
         BLOCK_I=block_i,
@@ -117,11 +116,13 @@ def _config(kernel: str, x: jax.Array, w: jax.Array, expected: int) -> configs.C
     """By the mean number of an expert's rows."""
     _, E, I, O = w.shape
     mean = triton.next_power_of_2(max(1, triton.cdiv(expected, E)))
-    rule = {"tma": 1, "tma_rows": 1, "flatten": 0, "passes": 1, "scale_weights": 1, "registers": 0}
+    rule = {"tma": 1, "tma_rows": 1, "flatten": 0, "scale_weights": 1}
     rule |= (_many_rows if mean > 32 else _few_rows)(kernel, mean, min(E, expected), O, w.dtype.itemsize)
     c = configs.choose("grouped_mlp", kernel, f"{w.dtype.name} {I}x{O}, {mean} rows of {E}", rule)
     fit = lambda size, block: min(block, max(16, triton.next_power_of_2(size)))  # noqa: E731
     c = c | {"block_o": fit(O, c["block_o"]), "block_i": fit(I, c["block_i"])}
+    if O % c["block_o"] and O % 32 == 0:  # smaller tiles cost less than edges, which rule out tensor descriptors
+        c |= {"block_o": O & -O}
     if x.dtype == jnp.float32:  # twice the bytes; computed without the matrix unit
         c |= {"block_r": min(32, c["block_r"]), "block_o": min(64, c["block_o"]), "block_i": 16, "stages": 2}
     elif w.dtype.itemsize > x.dtype.itemsize:
@@ -158,6 +159,4 @@ def _many_rows(kernel: str, mean: int, experts: int, O: int, itemsize: int) -> c
         rule |= {"block_o": 256, "stages": 3, "flatten": 1}
     elif kernel == "gate_up" and mean <= 128:  # still bound by memory
         rule |= {"block_o": 64, "warps": 4, "stages": 3, "programs": 2}
-    elif kernel == "gate_up" and mean >= 512 and O % 256 == 0 and O >= 1024:
-        rule |= {"block_o": 256, "stages": 3, "passes": 2}
     return rule

@@ -4,7 +4,9 @@
 import triton
 import triton.language as tl
 
-AFTER, BEFORE, EACH = 1, 2, 3
+from qwen_spmd.pallas.triton.kernels import silu
+
+NEVER, AFTER, BEFORE, EACH = (tl.constexpr(i) for i in range(4))
 """When weights in eight bits get their scales: the product of a tile, its weights, or each weight its own."""
 
 
@@ -41,7 +43,7 @@ def load_scales(s, matrix, i0, o0, I: tl.constexpr, O: tl.constexpr, BLOCK_I: tl
     columns: tl.constexpr = (O + SCALE_O - 1) // SCALE_O
     base = s + matrix.to(tl.int64) * (rows * columns)
     i, o = i0 + tl.arange(0, BLOCK_I), o0 + tl.arange(0, BLOCK_O)
-    if WHEN == 3:
+    if WHEN == EACH:
         at = (i // SCALE_I)[:, None] * columns + (o // SCALE_O)[None, :]
         scale = tl.load(base + at, mask=(i < I)[:, None] & (o < O)[None, :], other=0.0)
     elif SCALE_O % BLOCK_O == 0:
@@ -55,18 +57,18 @@ def load_scales(s, matrix, i0, o0, I: tl.constexpr, O: tl.constexpr, BLOCK_I: tl
 @triton.jit
 def multiply_add(rows, weights, scale, total, WHEN: tl.constexpr, SWAP: tl.constexpr):
     """total + rows weights, or its transpose; rows [BLOCK_R, BLOCK_I], weights [BLOCK_I, BLOCK_O] times scale."""
-    if WHEN >= 2:
+    if WHEN == BEFORE or WHEN == EACH:
         if scale.type.is_block() and len(scale.shape) == 1:
             scale = tl.expand_dims(scale, 0)
         weights = weights.to(tl.float32) * scale
-    elif WHEN == 1:  # by way of float32: the machine is slow at 16 bits to 16
+    elif WHEN == AFTER:  # by way of float32: the machine is slow at 16 bits to 16
         weights = weights.to(tl.float32)
     weights = weights.to(rows.dtype)
     if SWAP:
         a, b = tl.trans(weights), tl.trans(rows)
     else:
         a, b = rows, weights
-    if WHEN == 1:
+    if WHEN == AFTER:
         if scale.type.is_block():
             scale = tl.expand_dims(scale, 1 if SWAP else 0)
         total += scale * tl.dot(a, b, input_precision="ieee")
@@ -82,15 +84,15 @@ def multiply(x, x_at, live, first, w, s, matrix, o0, I: tl.constexpr, O: tl.cons
     """A tile's rows times its columns of w, float32 [BLOCK_R, BLOCK_O], or transposed."""
     total = tl.zeros([BLOCK_O, BLOCK_R] if SWAP else [BLOCK_R, BLOCK_O], tl.float32)
     scale = 1.0
-    if WHEN == 1 or WHEN == 2:
+    if WHEN == AFTER or WHEN == BEFORE:
         scale = load_scales(s, matrix, 0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
     for i0 in range(0, I, BLOCK_I):
         rows = load_rows(x, x_at, live, first, i0, I, BLOCK_I, TMA_ROWS)
         tile = load_weights(w, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
         now = scale
-        if WHEN == 3:
+        if WHEN == EACH:
             now = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-        elif WHEN > 0:  # a step ahead
+        elif WHEN != NEVER:  # a step ahead
             scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
         total = multiply_add(rows, tile, now, total, WHEN, SWAP)
     return total
@@ -105,7 +107,7 @@ def multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I: tl.cons
     total = tl.zeros([BLOCK_O, BLOCK_R] if SWAP else [BLOCK_R, BLOCK_O], tl.float32)
     total_up = total
     scale, scale_up = 1.0, 1.0
-    if WHEN == 1 or WHEN == 2:
+    if WHEN == AFTER or WHEN == BEFORE:
         scale = load_scales(s, matrix, 0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
         scale_up = load_scales(s_up, matrix, 0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
     for i0 in range(0, I, BLOCK_I):
@@ -113,20 +115,15 @@ def multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I: tl.cons
         tile = load_weights(w, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
         tile_up = load_weights(w_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, TMA)
         now, now_up = scale, scale_up
-        if WHEN == 3:
+        if WHEN == EACH:
             now = load_scales(s, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
             now_up = load_scales(s_up, matrix, i0, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
-        elif WHEN > 0:  # a step ahead
+        elif WHEN != NEVER:  # a step ahead
             scale = load_scales(s, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
             scale_up = load_scales(s_up, matrix, i0 + BLOCK_I, o0, I, O, BLOCK_I, BLOCK_O, SCALE_I, SCALE_O, WHEN)
         total = multiply_add(rows, tile, now, total, WHEN, SWAP)
         total_up = multiply_add(rows, tile_up, now_up, total_up, WHEN, SWAP)
     return total, total_up
-
-
-@triton.jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
 
 
 @triton.jit
@@ -144,7 +141,6 @@ def grouped_matmul(
     I: tl.constexpr,
     O: tl.constexpr,
     GATED: tl.constexpr,
-    PASSES: tl.constexpr,
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     TMA_ROWS: tl.constexpr,
@@ -159,9 +155,8 @@ def grouped_matmul(
 ):
     """out[r] = silu(x[rows[r]] w) * (x[rows[r]] w_up) if GATED, else x[r] w, for the matrices of r's expert.
 
-    PASSES            2: first the gate, rounded to out's dtype, then up, so that each can have twice the columns
     SWAP              compute transposed
-    SCALE_I, SCALE_O  block of a scale; WHEN it is applied, 0: there are none
+    SCALE_I, SCALE_O  block of a scale; WHEN it is applied
     FLATTEN           load a tile's first weights while the one before is finished
     """
     columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
@@ -189,20 +184,12 @@ def grouped_matmul(
         out_at = out + (first.to(tl.int64) * O + o0)
         out_at += tl.arange(0, BLOCK_R)[:, None] * O + tl.arange(0, BLOCK_O)[None, :]
         kept = live[:, None] & (o < O)[None, :]
-        if GATED and PASSES == 1:
+        if GATED:
             gate, up = multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I, O, BLOCK_R, BLOCK_I,
                                      BLOCK_O, SCALE_I, SCALE_O, WHEN, SWAP, TMA, TMA_ROWS)  # fmt: skip
             total = silu(gate) * up
         else:
             total = multiply(x, x_at, live, first, w, s, matrix, o0, I, O, BLOCK_R, BLOCK_I, BLOCK_O, SCALE_I,
                              SCALE_O, WHEN, SWAP, TMA, TMA_ROWS)  # fmt: skip
-            if GATED:  # the gate waits in its own place of the output: there are not registers enough
-                gate = silu(total).to(dtype)
-                tl.store(out_at, tl.trans(gate) if SWAP else gate, mask=kept)
-                total = multiply(x, x_at, live, first, w_up, s_up, matrix, o0, I, O, BLOCK_R, BLOCK_I, BLOCK_O, SCALE_I,
-                                 SCALE_O, WHEN, SWAP, TMA, TMA_ROWS)  # fmt: skip
-                tl.debug_barrier()
-                gate = tl.load(out_at, mask=kept, other=0.0)
-                total *= tl.trans(gate) if SWAP else gate
         total = total.to(dtype)
         tl.store(out_at, tl.trans(total) if SWAP else total, mask=kept)

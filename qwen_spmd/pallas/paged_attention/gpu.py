@@ -17,19 +17,17 @@ def paged_attention(
     kv: jax.Array,
     layer: jax.Array,
     rows: Ragged,
-    *,
-    fixed_chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`fixed_chunk`: positions of a piece of a decode row's context. None: as many as keep all processors busy, which
-    depends on the batch, and with it the last bits of a row's result."""
+    """A decode row's context is cut into pieces that keep all processors busy. They depend on the batch, and with them
+    the last bits of the row's result."""
     if rows.one_token:
-        o, kv = _decode(q_TNH, k_TKH, v_TKH, kv, None, layer, rows, rows.kv_len_B, fixed_chunk)
+        o, kv = _decode(q_TNH, k_TKH, v_TKH, kv, None, layer, rows, rows.kv_len_B)
         return o, kv
     kv, o = _write(q_TNH, k_TKH, v_TKH, kv, layer, rows)
     o = _prefill(q_TNH, kv, o, layer, rows)
     # After `_prefill` through `o`, so that the pages need not be copied for it.
     len_B = jnp.where(rows.q_len_B == 1, rows.kv_len_B, 0)
-    return _decode(q_TNH, k_TKH, v_TKH, kv, o, layer, rows, len_B, fixed_chunk)
+    return _decode(q_TNH, k_TKH, v_TKH, kv, o, layer, rows, len_B)
 
 
 def _sizes(q_TNH: jax.Array, kv: jax.Array, rows: Ragged) -> dict[str, int]:
@@ -129,11 +127,10 @@ def _decode(
     layer: jax.Array,
     rows: Ragged,
     len_B: jax.Array,
-    fixed_chunk: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sequences whose len_B is not 0. Without `o_TNH` to fill in, the rows of the others come out as zeros."""
     sizes = _sizes(q_TNH, kv, rows)
-    P, B, N, K, S, H = (sizes[c] for c in "PBNKSH")
+    B, N, K, H = (sizes[c] for c in "BNKH")
     G = N // K
     if B * K * 4 <= 2 * processors():  # few sequences: pieces of one size, one for each processor
         rule = {"block_n": 64, "warps": 8, "stages": 5, "programs": 1, "pieces": 1}
@@ -142,14 +139,9 @@ def _decode(
     c = configs.choose("paged_attention", "decode", _shape_class(q_TNH, kv, f"{B} sequences"), rule)
     block = 16 if q_TNH.dtype == jnp.float32 else c["block_n"]
     programs = processors() * c["programs"]
-    if fixed_chunk is None:
-        share = jnp.sum(len_B) * K // (programs * c["pieces"]) + 1
-        chunk = (jnp.maximum(share, 2 * block) + block - 1) // block * block
-        pieces = programs * c["pieces"] + K * B
-    else:
-        chunk = jnp.int32(fixed_chunk)
-        pieces = K * (min(P, B * sizes["PAGES"]) * S // fixed_chunk + B)
-    chunk = chunk.astype(jnp.int32)
+    share = jnp.sum(len_B) * K // (programs * c["pieces"]) + 1
+    chunk = ((jnp.maximum(share, 2 * block) + block - 1) // block * block).astype(jnp.int32)
+    pieces = programs * c["pieces"] + K * B  # at most: a sequence's last one may be short
     chunks_B = jnp.where(len_B > 0, jnp.maximum((len_B - 1 + chunk - 1) // chunk, 1), 0)
     ends_B = jnp.cumsum(chunks_B).astype(jnp.int32)
     row_B = rows.q_start_B[:-1]

@@ -8,18 +8,10 @@ Positions of the context that nobody wrote may hold anything: where a tile can r
 import triton
 import triton.language as tl
 
+from qwen_spmd.pallas.triton.kernels import find
+
 LOG2E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1e30)  # finite: a tile that is masked as a whole must not give inf - inf
-
-
-@triton.jit
-def find(ends, i, B: tl.constexpr, BLOCK_B: tl.constexpr):
-    """(group of the i-th piece, its number within the group), of groups that end before piece `ends`."""
-    b = tl.arange(0, BLOCK_B)
-    end = tl.load(ends + b, mask=b < B, other=2147483647)
-    group = tl.sum((end <= i).to(tl.int32), 0)
-    first = tl.max(tl.where(b < group, end, 0), 0)
-    return group, i - first
 
 
 @triton.jit

@@ -7,14 +7,12 @@ Each repair applies only where it is missing:
 - from jax 0.12 on, rules of dead-code elimination take a third argument;
 - warp-specialised kernels run with more threads than num_warps says: the PTX's own .reqntid counts;
 - XLA assembles the PTX with the ptxas it finds, which may be older than the one triton writes for: the PTX version is
-  capped to what that one takes.
+  capped.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -25,21 +23,8 @@ import triton.backends.nvidia.driver as nvidia_driver
 if TYPE_CHECKING:
     from qwen_spmd.pallas.triton import Launch
 
-OLDEST_PTX = 90
+NEWEST_PTX = 90
 """PTX version that every ptxas of CUDA 13 takes."""
-
-
-def _ptx_version(default: int = OLDEST_PTX) -> int:
-    """What the ptxas that XLA will find takes."""
-    exe = shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
-    if exe is None:
-        return default
-    try:
-        said = subprocess.run([exe, "--version"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return default
-    release = re.search(r"release (\d+\.\d+)", said)
-    return nvidia_compiler.ptx_get_version(release.group(1)) if release else default
 
 
 def _prepare_triton() -> None:
@@ -48,8 +33,8 @@ def _prepare_triton() -> None:
         nvidia_driver.TMA_TF32 = 11
     if not hasattr(nvidia_driver, "TMA_DTYPE_DEVICE_TO_HOST"):
         nvidia_driver.TMA_DTYPE_DEVICE_TO_HOST = {i: i for i in range(16)} | {8: 10, 9: 8, 10: 9}
-    newest, of_cuda = _ptx_version(), nvidia_compiler.ptx_get_version
-    nvidia_compiler.ptx_get_version = lambda cuda_version: min(newest, of_cuda(cuda_version))
+    of_cuda = nvidia_compiler.ptx_get_version
+    nvidia_compiler.ptx_get_version = lambda cuda_version: min(NEWEST_PTX, of_cuda(cuda_version))
 
 
 _prepare_triton()
