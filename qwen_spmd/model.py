@@ -20,12 +20,14 @@ from qwen_spmd.config import ModelConfig, Run
 from qwen_spmd.layers.attention import attention, attention_sequences
 from qwen_spmd.layers.embed import embed, embed_shared, unembed, unembed_shared
 from qwen_spmd.layers.gated_delta import gated_delta, gated_delta_sequences
-from qwen_spmd.layers.linear import einsum
+from qwen_spmd.layers.linear import einsum, sum_over_tp
 from qwen_spmd.layers.mlp import mlp
 from qwen_spmd.layers.moe import Route, Routing, moe, moe_sequences
 from qwen_spmd.layers.norm import rms_norm
 from qwen_spmd.layers.rope import angles
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.add_norm import add_norm
+from qwen_spmd.pallas.add_norm.reference import add
 from qwen_spmd.params import Attention, Block, GatedDelta, Mlp, Moe, Params
 from qwen_spmd.state import ModelState, Ragged
 from qwen_spmd.unstacked import is_unstacked, one_layer
@@ -60,34 +62,36 @@ def forward(
 
     def layer(block: Block, l: jax.Array, n: jax.Array, carry: tuple) -> tuple[tuple, tuple]:
         """Layer `l` of the stack `block`, the model's n-th of its kind of mixer. Returns (carry, what it leaves): the
-        residual stream and, if it is MoE, its routing and the rows of each place."""
-        x, kv, conv, rec = carry
+        residual stream and, if it is MoE, its routing and the rows of each place. What a layer adds to the stream is
+        still in terms at its end: the next norm adds them up."""
+        x, terms, kv, conv, rec = carry
         if isinstance(block.mixer, Attention):
             with jax.named_scope("attention"):
-                h = _norm(x, block.mixer_norm[l], cfg)
+                x, h = normed(x, terms, block.mixer_norm[l])
                 y, kv = attention(block.mixer, l, h, cos_sin, kv, n, rows, cfg=cfg, impl=impl)
         else:
             with jax.named_scope("gated_delta"):
-                h = _norm(x, block.mixer_norm[l], cfg)
+                x, h = normed(x, terms, block.mixer_norm[l])
                 y, conv, rec = gated_delta(block.mixer, l, h, conv, rec, n, rows, cfg=cfg, impl=impl)
-        x = x + y
         if isinstance(block.ffn, Mlp):
             with jax.named_scope("mlp"):
-                h = _norm(x, block.ffn_norm[l], cfg)
-                y, routing, load_Q = jax.lax.psum(mlp(block.ffn, l, h), "tp"), None, None
+                x, h = normed(x, (y,), block.ffn_norm[l])
+                terms, routing, load_Q = (sum_over_tp(mlp(block.ffn, l, h, impl), h.dtype),), None, None
         else:
             with jax.named_scope("moe"):
-                h = _norm(x, block.ffn_norm[l], cfg)
-                y, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
-        x = x + y
-        return (x, kv, conv, rec), (x if trace else None, routing if trace else None, load_Q)
+                x, h = normed(x, (y,), block.ffn_norm[l])
+                terms, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
+        return (x, terms, kv, conv, rec), (add(x, terms) if trace else None, routing if trace else None, load_Q)
 
-    carry = (embed_shared(params, tokens_T), state.kv, state.conv, state.rec)
+    def normed(x: jax.Array, terms: tuple[jax.Array, ...], w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return add_norm(x, terms, w, eps=cfg.norm_eps, zero_centred=cfg.zero_centred_norms, impl=impl)
+
+    carry = (embed_shared(params, tokens_T), (), state.kv, state.conv, state.rec)
     through = _unrolled if is_unstacked(params) else _scanned
-    (x, kv, conv, rec), (hidden, routing, load_LQ) = through(layer, params.blocks, carry, cfg)
+    (x, terms, kv, conv, rec), (hidden, routing, load_LQ) = through(layer, params.blocks, carry, cfg)
     load = state.load if load_LQ is None else state.load + load_LQ[None]
     state = dataclasses.replace(state, kv=kv, conv=conv, rec=rec, load=load)
-    return _norm(x, params.norm, cfg), state, Trace(hidden, routing) if trace else None
+    return normed(x, terms, params.norm)[1], state, Trace(hidden, routing) if trace else None
 
 
 def _scanned(
@@ -101,7 +105,8 @@ def _scanned(
 
             def body(carry: tuple, j: jax.Array, block: Block = block, run: Run = run) -> tuple[tuple, tuple]:
                 n = i * (cfg.count(run.mixer) // cfg.periods) + before[run.mixer] + j
-                return layer(block, i * run.count + j, n, carry)
+                (x, terms, *pools), out = layer(block, i * run.count + j, n, carry)
+                return (add(x, terms), (), *pools), out  # the next layer's terms may be others
 
             carry, out = jax.lax.scan(body, carry, jnp.arange(run.count))
             before[run.mixer] += run.count
@@ -206,7 +211,7 @@ def _block_sequences(
     if isinstance(block.ffn, Moe):
         y, routing = moe_sequences(block.ffn, l, h, cfg=_moe(cfg))
     else:
-        y, routing = mlp(block.ffn, l, h), None
+        y, routing = mlp(block.ffn, l, h)[0], None
     return x + y, routing
 
 

@@ -41,14 +41,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen_spmd import state
+from qwen_spmd.pallas.add_norm import add_norm
 from qwen_spmd.pallas.expert_sort import expert_sort
 from qwen_spmd.pallas.expert_sum import expert_sum
 from qwen_spmd.pallas.gated_delta import gated_delta
+from qwen_spmd.pallas.linear import linear, linear_parts
 from qwen_spmd.pallas.paged_attention import paged_attention
 from qwen_spmd.pallas.router import router
+from qwen_spmd.serve.step import COMPILER_OPTIONS
 from qwen_spmd.state import Batch
 
 BF16 = jnp.bfloat16
+OPTIONS = COMPILER_OPTIONS["gpu"] if jax.default_backend() == "gpu" else {}
+
 UNROLL = 4
 """Calls in the body of a loop."""
 
@@ -56,12 +61,17 @@ PAGE = 256
 
 
 class Loop(NamedTuple):
-    """step(i, carry, *operands) -> carry, for i from 0 to `calls` - 1 in the body of a loop: on the i-th layer."""
+    """step(i, carry, *operands) -> carry, for i from 0 to `calls` - 1 in the body of a loop: on the i-th layer.
+
+    pure  calls have no state: each has operands of its own, or XLA would run one of two equal calls, and all results
+          are kept, or it would run none whose result is not used
+    """
 
     step: Callable[..., Any]
     carry: Any
     operands: tuple[Any, ...]
     calls: int = UNROLL
+    pure: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,24 +124,25 @@ def grouped(name: str, experts: int, inner: int, outer: int, rows: int, ragged_d
     hit, gated = int((sizes > 0).sum()), name == "gate_up"
 
     def ours() -> dict[str, Callable[[], Loop]]:
-        sizes_E, layer, width = jnp.asarray(sizes, jnp.int32), jnp.int32(0), outer // 2 if gated else outer
+        sizes_E, width = jnp.asarray(sizes, jnp.int32), outer // 2 if gated else outer
 
         def kernel() -> Loop:
             from qwen_spmd.pallas.grouped_mlp import gpu
 
-            ws = tuple(normal(i, 1, experts, inner, width, scale=inner**-0.5) for i in range(1 + gated))
+            ws = tuple(normal(i, UNROLL * experts, inner, width, scale=inner**-0.5) for i in range(1 + gated))
+            ws = tuple(w.reshape(UNROLL, experts, inner, width) for w in ws)
             places = jnp.asarray(np.random.default_rng(1).permutation(rows), jnp.int32)
             call: Any = gpu.gate_up if gated else gpu.down
 
             def step(i: int, y: jax.Array, x: jax.Array, places_R: jax.Array, *ws: jax.Array) -> jax.Array:
-                return call(after(x, y), places_R, sizes_E, *ws, layer, rows)
+                return call(after(x, y), places_R, sizes_E, *ws, jnp.int32(i), rows)
 
-            return Loop(step, jnp.zeros((rows, width), BF16), (normal(7, rows, inner), places, *ws))
+            return Loop(step, jnp.zeros((rows, width), BF16), (normal(7, rows, inner), places, *ws), pure=True)
 
         def dense() -> Loop:
-            step = lambda i, y, x, w: jax.lax.ragged_dot(after(x, y), w, sizes_E)  # noqa: E731
-            w = normal(0, experts, inner, outer, scale=inner**-0.5)
-            return Loop(step, jnp.zeros((rows, outer), BF16), (normal(7, rows, inner), w))
+            step = lambda i, y, x, *ws: jax.lax.ragged_dot(after(x, y), ws[i], sizes_E)  # noqa: E731
+            ws = (normal(i, experts, inner, outer, scale=inner**-0.5) for i in range(UNROLL))
+            return Loop(step, jnp.zeros((rows, outer), BF16), (normal(7, rows, inner), *ws), pure=True)
 
         return {"ours": kernel} | ({"ragged_dot": dense} if ragged_dot else {})
 
@@ -164,11 +175,11 @@ def attention(heads: int, kv_heads: int, head_dim: int, sequences: int, context:
             return Loop(step, (jnp.zeros((T, N, H), BF16), kv), (*qkv, rows))
 
         def cudnn() -> Loop:
-            def step(i: int, o: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                return jax.nn.dot_product_attention(after(q, o), k, v, is_causal=True, implementation="cudnn")
+            def step(i: int, o: jax.Array, q: jax.Array, v: jax.Array, *k: jax.Array) -> jax.Array:
+                return jax.nn.dot_product_attention(after(q, o), k[i], v, is_causal=True, implementation="cudnn")
 
-            q, k, v = (normal(i + 1, sequences, new, n, H) for i, n in enumerate((N, K, K)))
-            return Loop(step, jnp.zeros_like(q), (q, k, v))
+            q, *kv = (normal(i, sequences, new, n, H) for i, n in enumerate((N, *[K] * (UNROLL + 1))))
+            return Loop(step, jnp.zeros_like(q), (q, *kv), pure=True)
 
         return {"ours": kernel} | ({"cuDNN (jax.nn)": cudnn} if prefill else {})
 
@@ -183,8 +194,8 @@ def attention(heads: int, kv_heads: int, head_dim: int, sequences: int, context:
     )
 
 
-def delta(sequences: int, new: int = 1) -> Row:
-    J, U, Y, W = 16, 64, 128, 4
+def delta(sequences: int, new: int = 1, heads: int = 64) -> Row:
+    J, U, Y, W = 16, heads, 128, 4
     C = (2 * J + U) * Y
     T, layers = sequences * new, 32 if sequences == 1 and new == 1 else UNROLL
 
@@ -208,7 +219,7 @@ def delta(sequences: int, new: int = 1) -> Row:
     # A chunk of 64: three products with the state and five within the chunk, for each token and head.
     flop = T * U * Y * (3 * 2 * Y + 5 * 2 * 64 if new > 1 else 6 * Y)
     return Row(
-        f"gated delta {'decode' if new == 1 else 'prefill'}, {sequences if new == 1 else new}",
+        f"gated delta {'decode' if new == 1 else 'prefill'}, {J}/{U}x{Y}, {sequences if new == 1 else new}",
         ours,
         bytes=sequences * U * Y * Y * 4 * (2 if new == 1 else 1) + T * 2 * (C + U * Y + 4 * U) + sequences * 12 * C,
         flop=flop if new > 1 else 0,
@@ -216,21 +227,48 @@ def delta(sequences: int, new: int = 1) -> Row:
     )
 
 
+def dense(name: str, T: int, I: int, widths: tuple[int, ...], out: bool = False) -> Row:
+    """Few rows by the weights of a layer beside XLA's products: by several; or `out`, by one, onto the residual stream
+    and through the next norm."""
+
+    def ours() -> dict[str, Callable[[], Loop]]:
+        def run(impl: Any) -> Loop:
+            def project(i: int, y: Any, x: jax.Array, *ws: tuple[jax.Array, ...]) -> Any:
+                return linear(after(x, y), ws[i], out_dtypes=[BF16] * len(widths), impl=impl)
+
+            def add(i: int, y: tuple[jax.Array, ...], x: jax.Array, *ws: tuple[jax.Array, ...]) -> Any:
+                parts = linear_parts(after(x, y), ws[i][0], impl=impl)
+                return add_norm(y[0], (parts,), jnp.zeros(parts.shape[-1]), eps=1e-6, zero_centred=True, impl=impl)
+
+            w = lambda seed, width: normal(seed, I, width, scale=I**-0.5)  # noqa: E731
+            ws = tuple(tuple(w(9 * i + j, width) for j, width in enumerate(widths)) for i in range(layers))
+            carry = tuple(jnp.zeros((T, width), BF16) for width in (widths * 2 if out else widths))
+            return Loop(add if out else project, carry, (normal(99, T, I), *ws), layers, pure=not out)
+
+        return {"ours": lambda: run("gpu"), "XLA": lambda: run("reference")}
+
+    moved = 2 * (I * sum(widths) + T * (I + sum(widths)))
+    layers = max(UNROLL, (1 << 27) // moved)  # more than the cache holds
+    return Row(f"{name}, {T} rows of {I} by {'+'.join(map(str, widths))}", ours, bytes=moved, flop=0)
+
+
 def around(name: str, T: int, X: int, E: int, D: int) -> Row:
     """What is done around the experts, beside the plain jnp of it. Its operands stay in the cache, as in a layer."""
 
     def ours() -> dict[str, Callable[[], Loop]]:
         def run(impl: Any) -> Loop:
-            logits = normal(0, T, E, dtype=jnp.float32)
-            experts, gates = router(logits, X, normalise=True, impl="reference")
+            logits = [normal(i, T, E, dtype=jnp.float32) for i in range(UNROLL)]
+            chosen = [router(a, X, normalise=True, impl="reference") for a in logits]
+            orders = [expert_sort(experts, E, impl="reference") for experts, _ in chosen]
             if name == "router":
-                step = lambda i, y, logits: router(after(logits, y), X, normalise=True, impl=impl)  # noqa: E731
-                return Loop(step, (experts, gates), (logits,))
-            order = expert_sort(experts, E, impl="reference")
+                step = lambda i, y, *logits: router(after(logits[i], y), X, normalise=True, impl=impl)  # noqa: E731
+                return Loop(step, chosen[0], tuple(logits), pure=True)
             if name == "expert_sort":
-                return Loop(lambda i, y, e: expert_sort(after(e, y), E, impl=impl), order, (experts,))
-            step = lambda i, y, values, *rest: expert_sum(after(values, y), *rest, impl=impl)  # noqa: E731
-            return Loop(step, jnp.zeros((T, D)), (normal(1, T * X, D), order.pos_TX, experts >= 0, gates))
+                step = lambda i, y, *experts: expert_sort(after(experts[i], y), E, impl=impl)  # noqa: E731
+                return Loop(step, orders[0], tuple(experts for experts, _ in chosen), pure=True)
+            values, gates, pos = normal(1, T * X, D), chosen[0][1], tuple(order.pos_TX for order in orders)
+            step = lambda i, y, v, g, *pos: expert_sum(after(v, y), pos[i], g, impl=impl)  # noqa: E731
+            return Loop(step, jnp.zeros((T, D)), (values, gates, *pos), pure=True)
 
         return {"ours": lambda: run("gpu"), "XLA": lambda: run("reference")}
 
@@ -245,13 +283,27 @@ ROWS = {
         grouped("gate_up", 64, 4096, 2048, 81920),
         grouped("gate_up", 16, 4096, 3072, 512),
         grouped("down", 64, 1024, 4096, 640),
+        *(grouped("gate_up", 256, 2048, 1024, rows) for rows in (8, 512)),
+        *(grouped("down", 256, 512, 2048, rows) for rows in (8, 512)),
     ),
     "decode": (
         *(attention(32, 2, 256, B, n) for B, n in ((64, 8192), (64, 1024), (1, 32768), (256, 4096))),
         attention(64, 4, 128, 64, 8192),
+        attention(16, 2, 256, 1, 1024),
     ),
     "prefill": (attention(32, 2, 256, 1, 8192, 8192), attention(64, 4, 128, 1, 8192, 8192)),
-    "delta": (delta(1), delta(64), delta(256), delta(1, 1024), delta(1, 8192)),
+    "delta": (delta(1, heads=32), delta(1), delta(64, heads=32), delta(64), delta(256), delta(1, 1024), delta(1, 8192)),
+    "linear": tuple(
+        dense(name, T, I, widths, out)
+        for T in (1, 64)
+        for name, I, widths, out in (
+            ("delta in", 2048, (8192, 32, 32, 4096), False),
+            ("delta out", 4096, (2048,), True),
+            ("attention in", 2048, (4096, 512, 512, 4096), False),
+            ("MoE in", 2048, (256, 512, 512, 1), False),
+            ("shared out", 512, (2048,), True),
+        )
+    ),
     "around": tuple(
         around(name, *shape)
         for name in ("router", "expert_sort", "expert_sum")
@@ -268,24 +320,35 @@ def after(x: jax.Array, y: Any) -> jax.Array:
     return jax.lax.optimization_barrier((x, y))[0]
 
 
+def beginning(loop: Loop) -> Any:
+    """What the loop begins with."""
+    return [jax.tree.map(jnp.copy, loop.carry) for _ in range(loop.calls)] if loop.pure else loop.carry
+
+
 def reason(e: Exception) -> str:
     return f"{type(e).__name__}: {e}".strip().splitlines()[0][:160]
 
 
-def compiled(loop: Loop, us: float, work_us: float) -> Callable[[], float]:
-    """Microseconds a call, from a program that loops over about `work_us` of them. State is donated."""
+def compiled(loop: Loop, us: float, work_us: float, held: list[Any] | None = None) -> Callable[[], float]:
+    """Microseconds a call, from a program that loops over about `work_us` of them. State is donated: what is in `held`,
+    which may be shared by programs that run in turn."""
     times = max(1, round(work_us / (us * loop.calls)))
 
     def run(carry: Any, *operands: Any) -> Any:
         def calls(_: Any, carry: Any) -> Any:
+            if not loop.pure:
+                for i in range(loop.calls):
+                    carry = loop.step(i, carry, *operands)
+                return carry
+            results = [carry[-1]]
             for i in range(loop.calls):
-                carry = loop.step(i, carry, *operands)
-            return carry
+                results.append(loop.step(i, results[-1], *operands))
+            return results[1:]
 
         return jax.lax.fori_loop(0, times, calls, carry)
 
-    program = jax.jit(run, donate_argnums=0).lower(loop.carry, *loop.operands).compile()
-    operands, held = loop.operands, [loop.carry]
+    program = jax.jit(run, donate_argnums=0).lower(beginning(loop), *loop.operands).compile(OPTIONS)
+    operands, held = loop.operands, [beginning(loop)] if held is None else held
 
     def measure() -> float:
         start = time.perf_counter()
@@ -428,7 +491,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.ops) - set(ROWS):
         parser.error(f"no such op: {', '.join(sorted(unknown))}")
-    args.work_us, args.rounds = (5_000, 1) if args.quick else (20_000, args.rounds)
+    args.work_us, args.rounds = (10_000, 1) if args.quick else (50_000, args.rounds)
     peers, lines, missing = Peers(args.python, args.peers), [], {}
 
     def say(line: str) -> None:

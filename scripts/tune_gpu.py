@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find tile sizes of Triton kernels on the GPU that is here: `python scripts/tune_gpu.py --ops grouped --write`.
 
-For each row of bench_gpu.py and each kernel that it launches, from the config in force: every value of one parameter
-at a time is tried, the best is kept, until none is better. `--write` puts what is faster by more than 2 % into the
+For each row of bench_gpu.py and each kernel that it launches, from the config in force: every change of one parameter
+is tried, the best is kept, until none is better. `--write` puts what is faster by more than 2 % into the
 op's table, `pallas/<op>/configs.json`, which is looked up by shape class and compute capability while a model runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
-from bench_gpu import ROWS, Loop, Row, ceilings, compiled, reason
+from bench_gpu import OPTIONS, ROWS, Row, beginning, ceilings, compiled, reason
 
 from qwen_spmd.pallas.triton import capability, configs
 from qwen_spmd.pallas.triton.configs import Config
@@ -32,6 +35,8 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     | {"block_n": (16, 32, 64, 128), "programs": (1, 2, 3), "pieces": (1, 2, 4)}
     | {"block_z": (16, 32, 64, 128), "split": (1, 2, 4, 8, 16)},
     "prefill": TILES | {"block_m": (64, 128), "block_n": (32, 64, 128), "tma": (0, 1)},
+    "linear": TILES | {"block_o": (16, 32, 64, 128), "block_i": (32, 64, 128, 256)},
+    "parts": TILES | {"block_o": (16, 32, 64, 128), "block_i": (32, 64, 128, 256), "parts": (1, 2, 4, 8, 16)},
     "convolve": {"warps": (2, 4, 8)},
     "chunks": {"warps": (2, 4, 8)},
     "recurrence": TILES | {"block_z": (16, 32, 64, 128)},
@@ -39,51 +44,69 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
 """Values to try, by kernel; those that a kernel's config does not have are left out."""
 
 GAIN = 0.98
+"""A config must be so much faster than the one in force to be written."""
 
 
-def descend(start: Config, space: dict[str, tuple[int, ...]], cost: Callable[[Config], float]) -> tuple[Config, float]:
-    """The best config found by changing one parameter at a time, and its cost. What cannot run costs infinity."""
-    best, least, seen = start, cost(start), {tuple(sorted(start.items()))}
-    improved = True
+def neighbours(config: Config, space: dict[str, tuple[int, ...]]) -> list[Config]:
+    """With one parameter changed."""
+    return [config | {n: v} for n, values in space.items() if n in config for v in values if v != config[n]]
+
+
+def descend(
+    start: Config, space: dict[str, tuple[int, ...]], costs: Callable[[list[Config]], list[float]]
+) -> tuple[Config, float, float]:
+    """The best config found by changing one parameter at a time; its cost, and that of `start`."""
+    key = lambda config: tuple(sorted(config.items()))  # noqa: E731
+    (first,) = costs([start])
+    best, least, seen, improved = start, first, {key(start)}, True
     while improved:
-        improved = False
-        for name, values in space.items():
-            for value in values if name in start else ():
-                config = best | {name: value}
-                if (key := tuple(sorted(config.items()))) in seen:
-                    continue
-                seen.add(key)
-                if (us := cost(config)) < least:
-                    best, least, improved = config, us, True
-    return best, least
+        tried = [c for c in neighbours(best, space) if key(c) not in seen]
+        seen |= set(map(key, tried))
+        us, i = min(((us, i) for i, us in enumerate(costs(tried))), default=(float("inf"), 0))
+        if improved := us < least:
+            best, least = tried[i], us
+    return best, least, first
 
 
-def first_result(loop: Loop) -> np.ndarray:
-    """The output of one call, which comes before the pools: what skips work shows there."""
-    carry = jax.jit(loop.step, static_argnums=0)(0, loop.carry, *loop.operands)
-    return np.asarray(jax.tree.leaves(carry)[0], np.float32)
-
-
-def tune(row: Row, floor_us: float, write: bool) -> None:
-    make = row.ours()["ours"]
+def tune(row: Row, floor_us: float, write: bool, threads: int) -> None:
+    loop = row.ours()["ours"]()
+    held, first = [beginning(loop)], functools.partial(loop.step, 0)
     with configs.asked() as choices:
-        compiled(make(), floor_us, 1.0)
-    for op, kernel, shape_class, start in {(c[0], c[1]): c for c in choices}.values():
-        want = first_result(make())
+        jax.eval_shape(first, loop.carry, *loop.operands)
 
-        def cost(config: Config, op: str = op, kernel: str = kernel, want: np.ndarray = want) -> float:
-            """Infinite for what cannot run, and for what computes something else than the config in force."""
+    def result(program: Callable[..., Any]) -> np.ndarray:
+        """The output, which comes before the pools: what skips work shows there."""
+        carry = held[0][0] if loop.pure else held[0]
+        return np.asarray(jax.tree.leaves(program(carry, *loop.operands))[0], np.float32)
+
+    for op, kernel, shape_class, start in {(c[0], c[1]): c for c in choices}.values():
+        want: list[np.ndarray] = []
+
+        def build(config: Config, op: str = op, kernel: str = kernel) -> Any:
             try:
                 with configs.force(op, kernel, config):
-                    got, measure = first_result(make()), compiled(make(), 1.3 * floor_us + 3, 20_000)
-                np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
-                return statistics.median(measure() for _ in range(4))
+                    once = jax.jit(first).lower(loop.carry, *loop.operands).compile(OPTIONS)
+                    return once, compiled(loop, 1.3 * floor_us + 3, 10_000, held)
             except Exception as e:
-                print(f"  {config}: {reason(e)}")
-                return float("inf")
+                return reason(e)
 
-        before = cost(start)
-        best, us = descend(start, SPACES[kernel], cost)
+        def costs(tried: list[Config], build: Any = build, want: list[np.ndarray] = want) -> list[float]:
+            """Infinite for what cannot run, and for what computes something else than the config in force."""
+            found = []
+            with ThreadPoolExecutor(threads) as pool:
+                for config, made in zip(tried, pool.map(build, tried), strict=True):
+                    try:
+                        once, measure = made
+                        got = result(once)
+                        want[:] = want or [got]
+                        np.testing.assert_allclose(got, want[0], rtol=0, atol=0.02 * np.abs(want[0]).max())
+                        found.append(statistics.median(measure() for _ in range(4)))
+                    except Exception as e:
+                        print(f"  {config}: {made if isinstance(made, str) else reason(e)}")
+                        found.append(float("inf"))
+            return found
+
+        best, us, before = descend(start, SPACES[kernel], costs)
         print(f"{row.name}: {op}.{kernel}, {shape_class}: {before:.1f} -> {us:.1f} us, {best}", flush=True)
         if write and us < GAIN * before:
             table = configs.table(op)
@@ -97,12 +120,14 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--match", default="", help="only rows whose name holds this")
     parser.add_argument("--write", action="store_true", help="into the tables")
+    parser.add_argument("--threads", type=int, default=12, help="that compile")
     args = parser.parse_args()
     limits = ceilings()
     for op in args.ops:
         for row in ROWS[op]:
             if args.match in row.name:
-                tune(row, 1e6 * max(row.bytes / limits["bytes_s"], row.flop / limits["flop_s"]), args.write)
+                floor_us = 1e6 * max(row.bytes / limits["bytes_s"], row.flop / limits["flop_s"])
+                tune(row, floor_us, args.write, args.threads)
 
 
 if __name__ == "__main__":

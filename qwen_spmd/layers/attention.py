@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from qwen_spmd.config import ModelConfig
-from qwen_spmd.layers.linear import einsum
+from qwen_spmd.layers.linear import sum_over_tp
 from qwen_spmd.layers.norm import rms_norm
 from qwen_spmd.layers.rope import rotate
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.linear import linear, linear_parts
 from qwen_spmd.pallas.paged_attention import paged_attention
 from qwen_spmd.pallas.paged_attention.sequences import sequences
 from qwen_spmd.params import Attention
@@ -35,18 +36,18 @@ def attention(
     cfg: ModelConfig,
     impl: Impl,
 ) -> tuple[jax.Array, jax.Array]:
-    """One step of layer `l` of this stack, whose pages are `kv[layer]`. Returns [T, D] and kv."""
-    q, k, v = _project(p, _kv_weights(p, l, kv.shape[2]), l, x_TD, cos_sin, cfg)
+    """One step of layer `l` of this stack, whose pages are `kv[layer]`. Returns parts [S, T, D] and kv."""
+    q, k, v, gate = _project(p, _kv_weights(p, l, kv.shape[2]), l, x_TD, cos_sin, cfg, impl)
     o_TNH, kv = paged_attention(q, k, v, kv, layer, rows, impl=impl)
-    return jax.lax.psum(_output(p, l, x_TD, o_TNH), "tp"), kv
+    return sum_over_tp(linear_parts(_gated(o_TNH, gate), p.w_o[l], impl=impl), x_TD.dtype), kv
 
 
 def attention_sequences(
     p: Attention, l: jax.Array, x_BTD: jax.Array, cos_sin: CosSin, offset_T: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:
     """The same over whole sequences, differentiable."""
-    q, k, v = _project(p, (p.w_k[l], p.w_v[l]), l, x_BTD, cos_sin, cfg)
-    return _output(p, l, x_BTD, sequences(q, k, v, offset_T))
+    q, k, v, gate = _project(p, (p.w_k[l], p.w_v[l]), l, x_BTD, cos_sin, cfg, "reference")
+    return linear_parts(_gated(sequences(q, k, v, offset_T), gate), p.w_o[l], impl="reference")[0]
 
 
 def _kv_weights(p: Attention, l: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
@@ -67,16 +68,17 @@ def _project(
     x: jax.Array,
     cos_sin: CosSin,
     cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    w_k, w_v = w_kv
-    norm = {"eps": cfg.norm_eps, "zero_centred": cfg.zero_centred_norms}
-    q = rms_norm(einsum("...d,dnh->...nh", x, p.w_q[l]), p.q_norm[l], **norm)
-    k = rms_norm(einsum("...d,dkh->...kh", x, w_k), p.k_norm[l], **norm)
-    return rotate(q, cos_sin), rotate(k, cos_sin), einsum("...d,dkh->...kh", x, w_v)
-
-
-def _output(p: Attention, l: jax.Array, x: jax.Array, o: jax.Array) -> jax.Array:
+    impl: Impl,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """(q, k, v, the output gate's logits in float32)."""
+    ws, dtypes = [p.w_q[l], *w_kv], [x.dtype] * 3
     if p.w_gate is not None:
-        gate = einsum("...d,dnh->...nh", x, p.w_gate[l], out_dtype=jnp.float32)
-        o = (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
-    return einsum("...nh,nhd->...d", o, p.w_o[l])
+        ws, dtypes = [*ws, p.w_gate[l]], [*dtypes, jnp.float32]
+    q, k, v, *gate = linear(x, ws, out_dtypes=dtypes, impl=impl)
+    norm = {"eps": cfg.norm_eps, "zero_centred": cfg.zero_centred_norms}
+    q, k = rms_norm(q, p.q_norm[l], **norm), rms_norm(k, p.k_norm[l], **norm)
+    return rotate(q, cos_sin), rotate(k, cos_sin), v, gate[0] if gate else None
+
+
+def _gated(o: jax.Array, gate: jax.Array | None) -> jax.Array:
+    return o if gate is None else (o.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(o.dtype)

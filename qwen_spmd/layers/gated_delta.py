@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from qwen_spmd.config import ModelConfig
-from qwen_spmd.layers.linear import einsum
+from qwen_spmd.layers.linear import sum_over_tp
 from qwen_spmd.layers.norm import gated_rms_norm
 from qwen_spmd.pallas import Impl
 from qwen_spmd.pallas.gated_delta import gated_delta as core
 from qwen_spmd.pallas.gated_delta.sequences import sequences
+from qwen_spmd.pallas.linear import linear, linear_parts
 from qwen_spmd.params import GatedDelta
 from qwen_spmd.state import Ragged
 
@@ -31,9 +32,12 @@ def gated_delta(
     cfg: ModelConfig,
     impl: Impl,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step of layer `l` of this stack, whose states are `conv[layer]` and `rec[layer]`. Returns [T, D] and both."""
-    o, conv, rec = core(*_project(p, l, x_TD), p.conv[l], p.a_log[l], p.dt_bias[l], conv, rec, layer, rows, impl=impl)
-    return jax.lax.psum(_output(p, l, x_TD, o, cfg), "tp"), conv, rec
+    """One step of layer `l` of this stack, whose states are `conv[layer]` and `rec[layer]`. Returns parts [S, T, D]
+    and both."""
+    *inputs, z = _project(p, l, x_TD, impl)
+    o, conv, rec = core(*inputs, p.conv[l], p.a_log[l], p.dt_bias[l], conv, rec, layer, rows, impl=impl)
+    o = gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps)
+    return sum_over_tp(linear_parts(o, p.w_o[l], impl=impl), x_TD.dtype), conv, rec
 
 
 def gated_delta_sequences(
@@ -42,19 +46,12 @@ def gated_delta_sequences(
     """The same over whole sequences, differentiable."""
     assert cfg.gated_delta is not None
     sizes = cfg.gated_delta.key_dim, cfg.gated_delta.value_dim
-    o = sequences(*_project(p, l, x_BTD), p.conv[l], p.a_log[l], p.dt_bias[l], offset_T, *sizes)
-    return _output(p, l, x_BTD, o, cfg)
+    *inputs, z = _project(p, l, x_BTD, "reference")
+    o = sequences(*inputs, p.conv[l], p.a_log[l], p.dt_bias[l], offset_T, *sizes)
+    return linear_parts(gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps), p.w_o[l], impl="reference")[0]
 
 
-def _project(p: GatedDelta, l: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(qkv, b, a); b and a leave in float32, what they steer is exponential."""
-    return (
-        einsum("...d,dc->...c", x, p.w_qkv[l]),
-        einsum("...d,du->...u", x, p.w_b[l], out_dtype=jnp.float32),
-        einsum("...d,du->...u", x, p.w_a[l], out_dtype=jnp.float32),
-    )
-
-
-def _output(p: GatedDelta, l: jax.Array, x: jax.Array, o: jax.Array, cfg: ModelConfig) -> jax.Array:
-    z = einsum("...d,duz->...uz", x, p.w_z[l])
-    return einsum("...uz,uzd->...d", gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps), p.w_o[l])
+def _project(p: GatedDelta, l: jax.Array, x: jax.Array, impl: Impl) -> tuple[jax.Array, ...]:
+    """(qkv, b, a, z); b and a leave in float32, what they steer is exponential."""
+    ws = p.w_qkv[l], p.w_b[l], p.w_a[l], p.w_z[l]
+    return linear(x, ws, out_dtypes=(x.dtype, jnp.float32, jnp.float32, x.dtype), impl=impl)

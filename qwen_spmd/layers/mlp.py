@@ -6,12 +6,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from qwen_spmd.layers.linear import einsum
+from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.linear import linear, linear_parts
 from qwen_spmd.params import Mlp
 
 
-def mlp(p: Mlp, l: jax.Array, x: jax.Array) -> jax.Array:
-    """[.., D] -> [.., D]: of the F columns that are here, so a partial sum where `tp` shares them."""
-    gate = einsum("...d,df->...f", x, p.w_gate[l], out_dtype=jnp.float32)
-    up = einsum("...d,df->...f", x, p.w_up[l], out_dtype=jnp.float32)
-    return einsum("...f,fd->...d", (jax.nn.silu(gate) * up).astype(x.dtype), p.w_down[l])
+def mlp(p: Mlp, l: jax.Array, x: jax.Array, impl: Impl = "reference") -> jax.Array:
+    """[.., D] -> parts [S, .., D]: of the F columns that are here, so a partial sum where `tp` shares them."""
+    gate, up = linear(x, (p.w_gate[l], p.w_up[l]), out_dtypes=(jnp.float32, jnp.float32), impl=impl)
+    return linear_parts((jax.nn.silu(gate) * up).astype(x.dtype), p.w_down[l], impl=impl)

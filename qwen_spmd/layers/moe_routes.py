@@ -106,7 +106,7 @@ def routed(
 ) -> tuple[jax.Array, jax.Array]:
     """(sum over a row's experts that are on any rank with this index of `tp` [T, D], rows of each own place [Q]).
 
-    places_TX are of all devices, NOWHERE for padding; gates_TX float32. The sum is float32 unless it travelled.
+    places_TX are of all devices, NOWHERE for padding, whose gates do not matter; gates_TX float32. The sum is float32 unless it travelled.
     """
     T, D = x_TD.shape
     ep = jax.lax.axis_size("ep")
@@ -170,7 +170,8 @@ def _all_to_all(
     slot_TX = rank_TX * T + slot_NT[jnp.minimum(rank_TX, N - 1), jnp.arange(T)[:, None]]
     earlier_XX = jnp.tri(X, k=-1, dtype=bool)
     again_TX = jnp.any((rank_TX[:, :, None] == rank_TX[:, None, :]) & earlier_XX, -1)
-    sums_TD = expert_sum(back_SD, slot_TX, (rank_TX < N) & ~again_TX, jnp.ones_like(gates_TX), impl=impl)
+    slot_TX = jnp.where((rank_TX < N) & ~again_TX, slot_TX, -1)
+    sums_TD = expert_sum(back_SD, slot_TX, jnp.ones_like(gates_TX), impl=impl)
     return sums_TD, part.load_Q
 
 
@@ -214,14 +215,13 @@ def _unpack(packed: jax.Array, X: int) -> tuple[jax.Array, jax.Array, jax.Array]
 
 @struct.dataclass
 class _Part:
-    """What this device's experts computed: row t's x-th one is y[pos_TX], if it is here (own_TX).
+    """What this device's experts computed: row t's x-th one is y[pos_TX]; -1 if it is not here.
 
     y_RD in x's dtype, in any order (few rows: float32, summed over x already); load_Q int32, rows of each own place.
     """
 
     y_RD: jax.Array
     pos_TX: jax.Array
-    own_TX: jax.Array
     gates_TX: jax.Array
     load_Q: jax.Array
 
@@ -233,12 +233,12 @@ class _Part:
             return a_TX.reshape(-1, T, X)[:, start:stop].reshape(-1, X)
 
         return self.replace(  # type: ignore[attr-defined]
-            pos_TX=cut(self.pos_TX), own_TX=cut(self.own_TX), gates_TX=cut(self.gates_TX)
+            pos_TX=cut(self.pos_TX), gates_TX=cut(self.gates_TX)
         )
 
     def sums(self, impl: Impl) -> jax.Array:
         """float32 [T, D]: each row's weighted sum of own experts."""
-        return expert_sum(self.y_RD, self.pos_TX, self.own_TX, self.gates_TX, impl=impl)
+        return expert_sum(self.y_RD, self.pos_TX, self.gates_TX, impl=impl)
 
 
 def _own_experts(p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, gates_TX: jax.Array, impl: Impl) -> _Part:
@@ -252,11 +252,11 @@ def _own_experts(p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, ga
         gates_TQ = jnp.sum(jnp.where(own_TXQ, gates_TX[..., None], 0), 1)
         own_TQ = jnp.any(own_TXQ, 1)
         y_TD = few_rows_mlp(x_TD, own_TQ, gates_TQ, *weights, impl=impl)
-        any_T1 = jnp.any(own_TX, 1, keepdims=True)
+        pos_T1 = jnp.where(jnp.any(own_TX, 1), jnp.arange(T), -1)[:, None]
         load_Q = jnp.sum(own_TQ, 0, dtype=jnp.int32)
-        return _Part(y_TD, jnp.arange(T)[:, None], any_T1, jnp.ones_like(any_T1, jnp.float32), load_Q)
+        return _Part(y_TD, pos_T1, jnp.ones_like(pos_T1, jnp.float32), load_Q)
 
     order = expert_sort(jnp.where(own_TX, local_TX, NOWHERE), Q, impl=impl)
     expected = math.ceil(T * X / jax.lax.axis_size(EXPERTS))
     y_RD = grouped_mlp(x_TD, order.rows_R, order.sizes_E, *weights, expected=expected, impl=impl)
-    return _Part(y_RD, order.pos_TX, own_TX, gates_TX, order.sizes_E)
+    return _Part(y_RD, order.pos_TX, gates_TX, order.sizes_E)

@@ -80,8 +80,8 @@ def test_float32_out_of_bfloat16(tiny):
     cfg, weights = tiny
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, cfg.hidden_size)), BF16)
     block = next(b for b in weights.blocks if isinstance(b.mixer, params.GatedDelta))
-    qkv, b, a = gated_delta._project(block.mixer, 0, x)
-    assert qkv.dtype == BF16 and bits_beyond_bfloat16(b) and bits_beyond_bfloat16(a)
+    qkv, b, a, z = gated_delta._project(block.mixer, 0, x, "reference")
+    assert qkv.dtype == z.dtype == BF16 and bits_beyond_bfloat16(b) and bits_beyond_bfloat16(a)
     assert bits_beyond_bfloat16(unembed(weights, x))
     assert einsum("td,dc->tc", x, block.mixer.w_qkv[0]).dtype == BF16
 

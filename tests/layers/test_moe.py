@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from qwen_spmd.config import Moe as Config
 from qwen_spmd.layers import moe_routes
 from qwen_spmd.layers.mlp import mlp
-from qwen_spmd.layers.moe import Route, moe, moe_sequences, router
+from qwen_spmd.layers.moe import Route, moe, moe_sequences, project, router
 from qwen_spmd.layers.moe_routes import route_on
 from qwen_spmd.mesh import placement
 from qwen_spmd.mesh.axes import RANKS, make_mesh
 from qwen_spmd.mesh.rules import SINGLE
+from qwen_spmd.pallas.add_norm.reference import add
 from qwen_spmd.params import Mlp, Moe
 
 FEW_ROWS = moe_routes.FEW_ROWS["reference"]
@@ -63,7 +64,8 @@ def specs(p):
 @functools.cache
 def program(mesh, cfg, route, declared):
     def body(p, x, valid):
-        return moe(p, LAYER, x, valid, cfg=cfg, impl="reference", route=route)
+        terms, routing, load = moe(p, LAYER, x, valid, cfg=cfg, impl="reference", route=route)
+        return add(jnp.zeros_like(x), terms), routing, load
 
     spec = jax.tree.unflatten(*declared)
     out_specs = (P(RANKS), P(RANKS), P((*RANKS, "tp")))
@@ -116,8 +118,8 @@ def expected(p, x, cfg):
 def test_mlp():
     p, x = weights().shared, rows(7)
     want = swiglu(*(np.asarray(a, np.float64) for a in (x, p.w_gate[1], p.w_up[1], p.w_down[1])))
-    np.testing.assert_allclose(mlp(p, LAYER, x), want, atol=1e-5)
-    np.testing.assert_allclose(mlp(p, LAYER, x.reshape(7, 1, D))[:, 0], want, atol=1e-5)
+    np.testing.assert_allclose(mlp(p, LAYER, x)[0], want, atol=1e-5)
+    np.testing.assert_allclose(mlp(p, LAYER, x.reshape(7, 1, D))[0, :, 0], want, atol=1e-5)
 
 
 VARIANTS = {
@@ -142,10 +144,14 @@ def test_moe(cfg, n):
         np.testing.assert_array_equal(trained.experts_TX[0], routing.experts_TX)
 
 
+def routing_of(p, x):
+    return router(project(p, LAYER, x, "reference")[0], CFG, "reference")
+
+
 def test_router():
     """float32 logits from bfloat16 rows, renormalised weights, largest first."""
     p, x = weights(dtype=jnp.bfloat16), rows(16, jnp.bfloat16)
-    r = router(p, LAYER, x, CFG, "reference")
+    r = routing_of(p, x)
     assert (r.logits_TE.dtype, r.gates_TX.dtype, r.experts_TX.dtype) == (jnp.float32, jnp.float32, jnp.int32)
     want = np.asarray(x, np.float64) @ np.asarray(p.w_router[1], np.float64)
     np.testing.assert_allclose(r.logits_TE, want, atol=1e-5)  # not rounded to bfloat16 on the way
@@ -158,11 +164,11 @@ def test_router():
 def test_ties_go_to_the_lower_index():
     p = weights()
     p = p.replace(w_router=jnp.zeros_like(p.w_router))
-    r = router(p, LAYER, rows(4), CFG, "reference")
+    r = routing_of(p, rows(4))
     np.testing.assert_array_equal(r.experts_TX, [[0, 1, 2]] * 4)
     np.testing.assert_allclose(r.gates_TX, 1 / 3, atol=1e-6)
     twins = p.replace(w_router=p.w_router.at[..., 5].set(rows(1)[0]).at[..., 2].set(rows(1)[0]))
-    r = router(twins, LAYER, rows(1), CFG, "reference")
+    r = routing_of(twins, rows(1))
     np.testing.assert_array_equal(r.experts_TX, [[2, 5, 0]])
 
 
@@ -302,7 +308,7 @@ def test_null_experts(route):
 def test_permuted_and_copied_experts(sizes):
     """Experts anywhere, some several times, give what they give in order; their rows take turns over the copies."""
     mesh, p, (x, valid) = make_mesh(*sizes), weights(), data(sizes[1], 7)["uneven"]
-    count_E = np.bincount(router(p, LAYER, x[valid], CFG, "reference").experts_TX.reshape(-1), minlength=8)
+    count_E = np.bincount(routing_of(p, x[valid]).experts_TX.reshape(-1), minlength=8)
     hot = int(np.argmax(count_E))
     shuffled = np.random.default_rng(0).permutation([*range(8), hot, hot, (hot + 1) % 8, *[placement.NULL] * 5])
     placed = placement.Placement(np.stack([np.roll(shuffled, 3), shuffled]))

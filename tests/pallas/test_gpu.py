@@ -28,7 +28,7 @@ def defined(op, x, out):
         return out[: int(x.sizes_E.sum())]
     if op is expert_sort:
         here = (x.experts_TX >= 0) & (x.experts_TX < x.num_experts)
-        return out.sizes_E, out.rows_R[: int(here.sum())], jnp.where(here, out.pos_TX, 0)
+        return out.sizes_E, out.rows_R[: int(here.sum())], out.pos_TX
     if op in (paged_attention, gated_delta):
         y, *pools = out
         return y, *(pool.at[x.layer, 0].set(0) for pool in pools)

@@ -14,11 +14,10 @@ from qwen_spmd.pallas.expert_sort import reference
 class Sorted:
     """R = T X places, of which the first sum(sizes) are taken: row t's x-th choice has place pos[t, x].
 
-    rows_R   int32, the t of each place        pos_TX   int32, the place of each choice
+    rows_R   int32, the t of each place        pos_TX   int32, the place of each choice; -1 if its expert is not here
     sizes_E  int32, choices of each expert
 
-    Within an expert, places are in order of (t, x). Places that are not taken, and the pos of choices that are not of
-    an expert here, may hold anything.
+    Within an expert, places are in order of (t, x). Places that are not taken may hold anything.
     """
 
     rows_R: jax.Array

@@ -60,7 +60,7 @@ def compare_all(
             other_key = tl.where((other >= 0) & (other < E), other * N + m, E * N)
             total += (other_key[None, :] < key[:, None]).to(tl.int32)
         before = tl.sum(total, 1)
-        tl.store(pos + n, before, mask=here)
+        tl.store(pos + n, tl.where(here, before, -1), mask=n < N)
         tl.store(rows + before, n // X, mask=here)
     else:
         e = (program - placing) * BLOCK + tl.arange(0, BLOCK)
@@ -140,7 +140,7 @@ def place(
         other = tl.load(choices + m, mask=m < N, other=-1)
         total += ((other[None, :] == expert[:, None]) & (m[None, :] < n[:, None])).to(tl.int32)
     at = tl.load(first + b * E + expert, mask=here, other=0) + tl.sum(total, 1)
-    tl.store(pos + n, at, mask=here)
+    tl.store(pos + n, tl.where(here, at, -1), mask=n < N)
     tl.store(rows + at, n // X, mask=here)
 
 

@@ -12,5 +12,5 @@ def expert_sort(experts_TX: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     here_TX = (experts_TX >= 0) & (experts_TX < num_experts)
     key_R = jnp.where(here_TX, experts_TX, num_experts).reshape(-1)
     order_R = jnp.argsort(key_R, stable=True)
-    pos_TX = jnp.argsort(order_R).reshape(T, X).astype(jnp.int32)
+    pos_TX = jnp.where(here_TX, jnp.argsort(order_R).reshape(T, X), -1).astype(jnp.int32)
     return (order_R // X).astype(jnp.int32), pos_TX, jnp.bincount(key_R, length=num_experts).astype(jnp.int32)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named cases of summing experts' rows.
 
-What the contract says has no influence is NaN: gates of what is not own, rows that nobody gathers; and the places of
-what is not own are anywhere.
+What the contract says has no influence is NaN: gates of what is not here, rows that nobody gathers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from qwen_spmd.pallas.expert_sum import expert_sum
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Of `rows` x `chosen` choices, a `share` is own. `full`: too big for a CPU test."""
+    """Of `rows` x `chosen` choices, a `share` is here. `full`: too big for a CPU test."""
 
     name: str
     rows: int
@@ -38,32 +37,31 @@ class Inputs:
 
     y_RD: jax.Array
     pos_TX: jax.Array
-    own_TX: jax.Array
     gates_TX: jax.Array
 
 
 def run(x: Inputs, impl: Impl) -> jax.Array:
-    return expert_sum(x.y_RD, x.pos_TX, x.own_TX, x.gates_TX, impl=impl)
+    return expert_sum(x.y_RD, x.pos_TX, x.gates_TX, impl=impl)
 
 
 def inputs(case: Case, seed: int = 0) -> Inputs:
     """numpy arrays; no element is so small that it would not matter."""
     rng, T, X = np.random.default_rng(seed), case.rows, case.chosen
-    R, own = T * X + 3, rng.random((T, X)) < case.share
+    R, here = T * X + 3, rng.random((T, X)) < case.share
     draw = lambda *shape: rng.choice((-1, 1), shape) * rng.uniform(0.5, 1.5, shape)  # noqa: E731
     pos = rng.permutation(R)[: T * X].reshape(T, X)
     y: Any = np.full((R, case.width), np.nan, jnp.dtype(case.dtype))
-    y[pos[own]] = draw(int(own.sum()), case.width)
-    pos = np.where(own, pos, rng.choice((-(2**31), -1, 0, R, 2**31 - 1), (T, X)))
-    gates = np.where(own, rng.uniform(0.5, 1.5, (T, X)) / X, np.nan)
-    return Inputs(y, pos.astype(np.int32), own, gates.astype(np.float32))  # type: ignore[arg-type]
+    y[pos[here]] = draw(int(here.sum()), case.width)
+    pos = np.where(here, pos, rng.choice((-(2**31), -1), (T, X)))
+    gates = np.where(here, rng.uniform(0.5, 1.5, (T, X)) / X, np.nan)
+    return Inputs(y, pos.astype(np.int32), gates.astype(np.float32))  # type: ignore[arg-type]
 
 
 CASES = (
     Case("1 row", 1, 8),
     Case("4 rows", 4, 4, share=0.6),
-    Case("some own", 9, 10, share=0.3),
-    Case("none own", 5, 2, share=0),
+    Case("some here", 9, 10, share=0.3),
+    Case("none here", 5, 2, share=0),
     Case("one choice", 7, 1, share=0.5),
     Case("odd width", 6, 3, width=100, share=0.7),
     Case("wide", 3, 8, width=2500),

@@ -10,13 +10,13 @@ from qwen_spmd.pallas.triton import ShapeDtypeStruct, launch
 
 
 @triton.jit
-def weighted_sum(y, pos, own, gates, out, D: tl.constexpr, X: tl.constexpr, BLOCK_D: tl.constexpr):
+def weighted_sum(y, pos, gates, out, D: tl.constexpr, X: tl.constexpr, BLOCK_D: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for x in tl.static_range(X):
-        here = tl.load(own + t * X + x) != 0
         place = tl.load(pos + t * X + x).to(tl.int64)
+        here = place >= 0
         gate = tl.where(here, tl.load(gates + t * X + x), 0.0)
         # The mask must be seen to be the same for 16 bytes, or single elements are loaded.
         row = tl.load(y + place * D + d, mask=here & (d < D), other=0.0)
@@ -24,14 +24,13 @@ def weighted_sum(y, pos, own, gates, out, D: tl.constexpr, X: tl.constexpr, BLOC
     tl.store(out + t * D + d, total, mask=d < D)
 
 
-def expert_sum(y_RD: jax.Array, pos_TX: jax.Array, own_TX: jax.Array, gates_TX: jax.Array) -> jax.Array:
+def expert_sum(y_RD: jax.Array, pos_TX: jax.Array, gates_TX: jax.Array) -> jax.Array:
     (T, X), D = pos_TX.shape, y_RD.shape[1]
     block = min(triton.next_power_of_2(D), 512 if T * D < 1 << 19 else 2048)
     (y_TD,) = launch(
         weighted_sum,
         y_RD,
         pos_TX,
-        own_TX.astype(jnp.int8),
         gates_TX,
         out=(ShapeDtypeStruct((T, D), jnp.float32),),
         grid=(T, triton.cdiv(D, block)),

@@ -93,7 +93,7 @@ def call(l: Launch, capability: int) -> tuple[jax.Array, ...]:
             kernel=l.kernel,
             out_type=tuple(l.out[i] for i in order),
             grid=l.grid,  # type: ignore[arg-type]
-            name=l.kernel.__name__,
+            name=f"{l.kernel.__module__.split('.')[-2]}_{l.kernel.__name__}",  # of the op, for profiles
             num_warps=l.warps,
             num_stages=l.stages,
             compute_capability=capability,

@@ -26,7 +26,16 @@ from qwen_spmd.pallas.triton import Descriptor, Launch, recorded
 SHARED_LIMIT = 232448
 """Bytes of shared memory that a block can have, on Hopper and Blackwell."""
 
-OPS = ("expert_sort", "expert_sum", "gated_delta", "grouped_mlp", "paged_attention", "router")
+OPS = (
+    "add_norm",
+    "expert_sort",
+    "expert_sum",
+    "gated_delta",
+    "grouped_mlp",
+    "linear",
+    "paged_attention",
+    "router",
+)
 
 _TYPES = {
     "bfloat16": "bf16",

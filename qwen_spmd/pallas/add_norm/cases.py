@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named cases of adding and normalising."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.add_norm import add_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`terms`: of how many parts each is. `full`: too big for a CPU test."""
+
+    name: str
+    rows: int
+    width: int
+    terms: tuple[int, ...]
+    zero_centred: bool = True
+    dtype: str = "float32"
+    full: bool = False
+
+
+@struct.dataclass
+class Inputs:
+    """Arguments of the op."""
+
+    x_TD: jax.Array
+    terms: tuple[jax.Array, ...]
+    w_D: jax.Array
+    zero_centred: bool = struct.field(pytree_node=False)
+
+
+EPS = 1e-6
+
+
+def run(x: Inputs, impl: Impl) -> tuple[jax.Array, jax.Array]:
+    return add_norm(x.x_TD, x.terms, x.w_D, eps=EPS, zero_centred=x.zero_centred, impl=impl)
+
+
+def inputs(case: Case, seed: int = 0) -> Inputs:
+    """numpy arrays; the last term is in x's dtype, the others in float32."""
+    rng, dtype = np.random.default_rng(seed), jnp.dtype(case.dtype)
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape, np.float32)
+
+    terms = [normal(S, case.rows, case.width) / (2 * S**0.5) for S in case.terms]
+    if terms:
+        terms[-1] = terms[-1].astype(dtype)
+    x, w = normal(case.rows, case.width).astype(dtype), normal(case.width).astype(dtype)
+    return Inputs(x, tuple(terms), w, case.zero_centred)
+
+
+CASES = (
+    Case("1 row", 1, 64, (1,)),
+    Case("nothing to add", 3, 48, ()),
+    Case("parts", 5, 100, (3, 2)),
+    Case("not zero-centred", 4, 64, (2,), zero_centred=False),
+    Case("three terms", 2, 32, (1, 2, 1)),
+    Case("many parts, bfloat16", 3, 1000, (8, 1), dtype="bfloat16"),
+    Case("not zero-centred, bfloat16", 3, 256, (4,), zero_centred=False, dtype="bfloat16"),
+    Case("Qwen3.5-35B-A3B", 64, 2048, (1, 4), dtype="bfloat16", full=True),
+    Case("Qwen3.5-397B", 2048, 4096, (1, 1), dtype="bfloat16", full=True),
+)
