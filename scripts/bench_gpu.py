@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 import shlex
 import statistics
@@ -89,12 +91,17 @@ class Row:
 
 
 def normal(seed: int, *shape: int, dtype: Any = BF16, scale: float = 1.0) -> jax.Array:
+    return _normal(jax.random.key(seed), scale, shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _normal(key: jax.Array, scale: float, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Made in pieces along the first axis: random bits take more room than what becomes of them."""
 
-    def piece(key: jax.Array) -> jax.Array:
-        return (scale * jax.random.normal(key, shape[1:], jnp.float32)).astype(dtype)
-
-    return jax.jit(lambda key: jax.lax.map(piece, jax.random.split(key, shape[0])))(jax.random.key(seed))
+    pieces = math.gcd(shape[0], 64)
+    piece_shape = (shape[0] // pieces, *shape[1:])
+    draw = lambda key: (scale * jax.random.normal(key, piece_shape, jnp.float32)).astype(dtype)  # noqa: E731
+    return jax.lax.map(draw, jax.random.split(key, pieces)).reshape(shape)
 
 
 def batch(new: int, context: int, sequences: int, pages_BP: np.ndarray, slots: bool) -> state.Ragged:

@@ -33,7 +33,7 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     | {"programs": (1, 2, 3), "flatten": (0, 1)},
     "decode": TILES
     | {"block_n": (16, 32, 64, 128), "programs": (1, 2, 3), "pieces": (1, 2, 4)}
-    | {"block_z": (16, 32, 64, 128), "split": (1, 2, 4, 8, 16)},
+    | {"block_z": (16, 32, 64, 128), "split": (1, 2, 4, 8, 16), "prefetch": (0, 1)},
     "prefill": TILES | {"block_m": (64, 128), "block_n": (32, 64, 128), "tma": (0, 1)},
     "linear": TILES | {"block_o": (16, 32, 64, 128), "block_i": (32, 64, 128, 256)},
     "parts": TILES | {"block_o": (16, 32, 64, 128), "block_i": (32, 64, 128, 256), "parts": (1, 2, 4, 8, 16)},

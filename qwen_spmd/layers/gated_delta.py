@@ -34,8 +34,8 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One step of layer `l` of this stack, whose states are `conv[layer]` and `rec[layer]`. Returns parts [S, T, D]
     and both."""
-    *inputs, z = _project(p, l, x_TD, impl)
-    o, conv, rec = core(*inputs, p.conv[l], p.a_log[l], p.dt_bias[l], conv, rec, layer, rows, impl=impl)
+    qkv, b, a, z = _project(p, l, x_TD, impl)
+    o, conv, rec = core(qkv, b, a, p.conv[l], p.a_log[l], p.dt_bias[l], conv, rec, layer, rows, impl=impl)
     o = gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps)
     return sum_over_tp(linear_parts(o, p.w_o[l], impl=impl), x_TD.dtype), conv, rec
 
@@ -46,8 +46,8 @@ def gated_delta_sequences(
     """The same over whole sequences, differentiable."""
     assert cfg.gated_delta is not None
     sizes = cfg.gated_delta.key_dim, cfg.gated_delta.value_dim
-    *inputs, z = _project(p, l, x_BTD, "reference")
-    o = sequences(*inputs, p.conv[l], p.a_log[l], p.dt_bias[l], offset_T, *sizes)
+    qkv, b, a, z = _project(p, l, x_BTD, "reference")
+    o = sequences(qkv, b, a, p.conv[l], p.a_log[l], p.dt_bias[l], offset_T, *sizes)
     return linear_parts(gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps), p.w_o[l], impl="reference")[0]
 
 

@@ -14,6 +14,7 @@ from qwen_spmd.layers.linear import einsum, sum_over_tp
 from qwen_spmd.layers.moe_routes import NOWHERE, Route, route_on, routed
 from qwen_spmd.mesh.axes import RANKS
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.add_norm.reference import add
 from qwen_spmd.pallas.linear import linear, linear_parts
 from qwen_spmd.pallas.router import router as top_experts
 from qwen_spmd.params import Moe
@@ -63,7 +64,7 @@ def moe(
     y_TD, load_Q = routed(p, l, x_TD, places_TX, routing.gates_TX, impl=impl, route=route)
     terms = y_TD[None], *shared
     if jax.lax.axis_size("tp") > 1:  # one sum travels
-        terms = (sum(jnp.sum(term, 0, keepdims=True, dtype=jnp.float32) for term in terms),)
+        terms = (add(y_TD.astype(jnp.float32), shared)[None],)
     return tuple(sum_over_tp(term, x_TD.dtype) for term in terms), routing, load_Q
 
 

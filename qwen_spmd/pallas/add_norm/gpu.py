@@ -48,7 +48,7 @@ def add_norm(
         w_D,
         out=(same if terms else ShapeDtypeStruct((1,), x_TD.dtype), same),
         grid=(T,),
-        warps=max(1, min(8, block // 512)),
+        warps=max(1, min(16, block // 256)),
         T=T,
         D=D,
         S_0=len(terms[0]) if terms else 0,

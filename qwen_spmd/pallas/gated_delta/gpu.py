@@ -54,6 +54,7 @@ def _decode(
     # All of a key head in one program, unless that leaves processors without any.
     few = 2 * B * J < processors()
     rule = {"block_z": 32 if few else 64, "warps": 4, "split": U // J * max(1, Z // 32) if few else 1}
+    rule |= {"prefetch": int(few)}
     name = f"{rec.dtype.name} {J}/{U} heads of {sizes['Y']}x{Z}, {B} sequences"
     c = configs.choose("gated_delta", "decode", name, rule)
     block_z = min(Z, c["block_z"])
@@ -79,6 +80,7 @@ def _decode(
         ONE_TOKEN=rows.one_token,
         SPLIT=split,
         BLOCK_Z=block_z,
+        PREFETCH=bool(c["prefetch"]),
         **sizes,
     )
     if split > 1:

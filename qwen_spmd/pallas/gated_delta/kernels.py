@@ -54,6 +54,17 @@ def normalise(x):
 
 
 @triton.jit
+def load_state(rec, read, fresh, first, at, Y: tl.constexpr, Z: tl.constexpr, U: tl.constexpr, BLOCK_Z: tl.constexpr):
+    """[Y, BLOCK_Z], the at-th such tile of the heads from `first` on. It is read once and written once: nothing of it is
+    worth a place in the L2 cache."""
+    u, z0 = first + at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
+    y, z = tl.arange(0, Y), tl.arange(0, BLOCK_Z)
+    known = (y >= 0)[:, None] & (z >= 0)[None, :] & (fresh == 0)
+    tile = rec + (read * U + u) * (Y * Z) + y[:, None] * Z + z0 + z[None, :]
+    return tl.load(tile, mask=known, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def decode(
     qkv,
     b_TU,
@@ -82,6 +93,7 @@ def decode(
     ONE_TOKEN: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_Z: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """A sequence's key head, or a SPLIT-th of its value heads' columns. o = S'^T q is read from the state before:
 
@@ -91,8 +103,11 @@ def decode(
     b, j, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     V: tl.constexpr = U // J
     TILES: tl.constexpr = V * (Z // BLOCK_Z) // SPLIT
-    row, y, z = tl.load(q_start_B + b).to(tl.int64), tl.arange(0, Y), tl.arange(0, BLOCK_Z)
-    live = tl.load(live_B + b) != 0
+    y, z = tl.arange(0, Y), tl.arange(0, BLOCK_Z)
+    # All at once, before anything waits for one of them: with few sequences, latencies are what a launch takes.
+    row, live, fresh = tl.load(q_start_B + b).to(tl.int64), tl.load(live_B + b) != 0, tl.load(fresh_B + b)
+    stack = tl.load(layer).to(tl.int64) * R
+    read, write = stack + tl.load(read_B + b), stack + tl.load(write_B + b)
     # Rows without a token: its own if the sequence has none, or its share of those after the last sequence.
     if ONE_TOKEN:
         first = tl.where(live, T, b)
@@ -106,10 +121,9 @@ def decode(
             tl.store(o + out_at, tl.zeros([BLOCK_Z], o.dtype.element_ty))
     if not live:
         return
-    stack = tl.load(layer).to(tl.int64) * R
-    read, write = stack + tl.load(read_B + b), stack + tl.load(write_B + b)
-    fresh = tl.load(fresh_B + b)
     channels = j * (2 * Y + V * Z)
+    if PREFETCH:
+        state = load_state(rec, read, fresh, j * V, part * TILES, Y, Z, U, BLOCK_Z)
     q = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + y, C, W)) * Y**-0.5
     k = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + Y + y, C, W))
     kq = tl.sum(k * q, 0)
@@ -121,15 +135,18 @@ def decode(
         value = convolve_one(qkv, conv_w, conv, row, read, fresh, value_channel, C, W)
         g = log_decay(tl.load(a_TU + row * U + u), tl.load(a_log + u), tl.load(dt_bias + u))
         beta, decay = sigmoid(tl.load(b_TU + row * U + u)), tl.exp(g)
+        if PREFETCH:
+            before = state.to(tl.float32)
+            if TILES > 1:
+                following = tl.minimum(at + 1, part * TILES + TILES - 1)
+                state = load_state(rec, read, fresh, j * V, following, Y, Z, U, BLOCK_Z)
+        else:
+            before = load_state(rec, read, fresh, j * V, at, Y, Z, U, BLOCK_Z).to(tl.float32)
+        d = beta * (value - decay * tl.sum(before * k[:, None], 0))
+        out = decay * tl.sum(before * q[:, None], 0) + kq * d
+        after = decay * before + k[:, None] * d[None, :]
         tile = y[:, None] * Z + z0 + z[None, :]
-        known = (y >= 0)[:, None] & (z >= 0)[None, :] & (fresh == 0)
-        # Once read and once written: nothing of it is worth a place in the L2 cache.
-        state = tl.load(rec + (read * U + u) * (Y * Z) + tile, mask=known, other=0.0, eviction_policy="evict_first")
-        state = state.to(tl.float32)
-        d = beta * (value - decay * tl.sum(state * k[:, None], 0))
-        out = decay * tl.sum(state * q[:, None], 0) + kq * d
-        state = decay * state + k[:, None] * d[None, :]
-        tl.store(rec + (write * U + u) * (Y * Z) + tile, state.to(rec.dtype.element_ty), cache_modifier=".cs")
+        tl.store(rec + (write * U + u) * (Y * Z) + tile, after.to(rec.dtype.element_ty), cache_modifier=".cs")
         tl.store(o + (row * U + u) * Z + z0 + z, out.to(o.dtype.element_ty))
     if SPLIT == 1:
         tl.debug_barrier()  # all threads have read what some now write

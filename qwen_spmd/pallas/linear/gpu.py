@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few rows by whole weights in one launch: each program streams a column of tiles of one weight through the matrix unit.
+"""Few rows by whole weights in one launch: a program streams a column of tiles of one weight through the matrix unit.
 
-Where an output has too few columns to occupy all processors, programs share the sum as well (`linear_parts`). More rows
-than FEW are XLA's: its products are no worse there.
+Where an output has too few columns to occupy all processors, programs share the sum as well (`linear_parts`). More
+rows than FEW are XLA's: its products are no worse there.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,10 @@ VECTOR = 16
 @triton.jit
 def product(x, w, o0, part, O, T: tl.constexpr, I: tl.constexpr, SHARE: tl.constexpr, EVEN: tl.constexpr,
             BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """[BLOCK_T, BLOCK_O] of x w from column o0 on: the sum over SHARE of the I, of the part-th such share. EVEN: no tile
-    lies over an edge."""
+    """[BLOCK_T, BLOCK_O] of x w from column o0 on: the sum over SHARE of the I, of the part-th such share.
+
+    EVEN: no tile lies over an edge.
+    """
     SWAP: tl.constexpr = BLOCK_T < 64 and BLOCK_O >= 64  # the matrix unit takes 64 on one side
     t, o = tl.arange(0, BLOCK_T), o0 + tl.arange(0, BLOCK_O)
     total = tl.zeros([BLOCK_O, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_O], tl.float32)
