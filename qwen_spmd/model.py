@@ -26,7 +26,7 @@ from qwen_spmd.layers.moe import Route, Routing, moe, moe_sequences
 from qwen_spmd.layers.norm import rms_norm
 from qwen_spmd.layers.rope import angles
 from qwen_spmd.pallas import Impl
-from qwen_spmd.pallas.add_norm import add_norm
+from qwen_spmd.pallas.add_norm import Term, add_norm
 from qwen_spmd.pallas.add_norm.reference import add
 from qwen_spmd.params import Attention, Block, GatedDelta, Mlp, Moe, Params
 from qwen_spmd.state import ModelState, Ragged
@@ -83,7 +83,7 @@ def forward(
                 terms, routing, load_Q = moe(block.ffn, l, h, rows.valid_T, cfg=_moe(cfg), impl=impl, route=route)
         return (x, terms, kv, conv, rec), (add(x, terms) if trace else None, routing if trace else None, load_Q)
 
-    def normed(x: jax.Array, terms: tuple[jax.Array, ...], w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normed(x: jax.Array, terms: tuple[Term, ...], w: jax.Array) -> tuple[jax.Array, jax.Array]:
         return add_norm(x, terms, w, eps=cfg.norm_eps, zero_centred=cfg.zero_centred_norms, impl=impl)
 
     carry = (embed_shared(params, tokens_T), (), state.kv, state.conv, state.rec)

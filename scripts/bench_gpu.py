@@ -234,23 +234,28 @@ def delta(sequences: int, new: int = 1, heads: int = 64) -> Row:
     )
 
 
-def dense(name: str, T: int, I: int, widths: tuple[int, ...], out: bool = False) -> Row:
-    """Few rows by the weights of a layer beside XLA's products: by several; or `out`, by one, onto the residual stream
-    and through the next norm."""
+def dense(name: str, T: int, I: int, widths: tuple[int, ...], parts: bool = False, out: bool = False) -> Row:
+    """Few rows by the weights of a layer beside XLA's products: by several, whole or in parts; or `out`, by one, onto
+    the residual stream and through the next norm."""
 
     def ours() -> dict[str, Callable[[], Loop]]:
         def run(impl: Any) -> Loop:
             def project(i: int, y: Any, x: jax.Array, *ws: tuple[jax.Array, ...]) -> Any:
+                if parts:
+                    return linear_parts(after(x, y), ws[i], dtype=jnp.float32, impl=impl)
                 return linear(after(x, y), ws[i], out_dtypes=[BF16] * len(widths), impl=impl)
 
             def add(i: int, y: tuple[jax.Array, ...], x: jax.Array, *ws: tuple[jax.Array, ...]) -> Any:
-                parts = linear_parts(after(x, y), ws[i][0], impl=impl)
-                return add_norm(y[0], (parts,), jnp.zeros(parts.shape[-1]), eps=1e-6, zero_centred=True, impl=impl)
+                terms = linear_parts(after(x, y), ws[i], dtype=BF16, impl=impl)
+                return add_norm(y[0], terms, jnp.zeros(widths[0]), eps=1e-6, zero_centred=True, impl=impl)
 
             w = lambda seed, width: normal(seed, I, width, scale=I**-0.5)  # noqa: E731
             ws = tuple(tuple(w(9 * i + j, width) for j, width in enumerate(widths)) for i in range(layers))
-            carry = tuple(jnp.zeros((T, width), BF16) for width in (widths * 2 if out else widths))
-            return Loop(add if out else project, carry, (normal(99, T, I), *ws), layers, pure=not out)
+            carry, x = (jnp.zeros((T, widths[0]), BF16),) * 2, normal(99, T, I)
+            if not out:
+                made = jax.eval_shape(functools.partial(project, 0), x, x, *ws)
+                carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made)
+            return Loop(add if out else project, carry, (x, *ws), layers, pure=not out)
 
         return {"ours": lambda: run("gpu"), "XLA": lambda: run("reference")}
 
@@ -264,11 +269,14 @@ def around(name: str, T: int, X: int, E: int, D: int) -> Row:
 
     def ours() -> dict[str, Callable[[], Loop]]:
         def run(impl: Any) -> Loop:
-            logits = [normal(i, T, E, dtype=jnp.float32) for i in range(UNROLL)]
-            chosen = [router(a, X, normalise=True, impl="reference") for a in logits]
+            logits, valid = [normal(i, 1, T, E, dtype=jnp.float32) for i in range(UNROLL)], jnp.ones(T, bool)
+            chosen = [router(a, valid, X, normalise=True, impl="reference") for a in logits]
             orders = [expert_sort(experts, E, impl="reference") for experts, _ in chosen]
             if name == "router":
-                step = lambda i, y, *logits: router(after(logits[i], y), X, normalise=True, impl=impl)  # noqa: E731
+
+                def step(i: int, y: Any, *logits: jax.Array) -> Any:
+                    return router(after(logits[i], y), valid, X, normalise=True, impl=impl)
+
                 return Loop(step, chosen[0], tuple(logits), pure=True)
             if name == "expert_sort":
                 step = lambda i, y, *experts: expert_sort(after(experts[i], y), E, impl=impl)  # noqa: E731
@@ -301,14 +309,14 @@ ROWS = {
     "prefill": (attention(32, 2, 256, 1, 8192, 8192), attention(64, 4, 128, 1, 8192, 8192)),
     "delta": (delta(1, heads=32), delta(1), delta(64, heads=32), delta(64), delta(256), delta(1, 1024), delta(1, 8192)),
     "linear": tuple(
-        dense(name, T, I, widths, out)
+        dense(name, T, I, widths, *how)
         for T in (1, 64)
-        for name, I, widths, out in (
-            ("delta in", 2048, (8192, 32, 32, 4096), False),
-            ("delta out", 4096, (2048,), True),
-            ("attention in", 2048, (4096, 512, 512, 4096), False),
-            ("MoE in", 2048, (256, 512, 512, 1), False),
-            ("shared out", 512, (2048,), True),
+        for name, I, widths, *how in (
+            ("delta in", 2048, (8192, 32, 32, 4096)),
+            ("delta out", 4096, (2048,), False, True),
+            ("attention in", 2048, (4096, 512, 512, 4096)),
+            ("MoE in", 2048, (256, 512, 512, 1), True),
+            ("shared out", 512, (2048,), False, True),
         )
     ),
     "around": tuple(

@@ -39,7 +39,8 @@ def attention(
     """One step of layer `l` of this stack, whose pages are `kv[layer]`. Returns parts [S, T, D] and kv."""
     q, k, v, gate = _project(p, _kv_weights(p, l, kv.shape[2]), l, x_TD, cos_sin, cfg, impl)
     o_TNH, kv = paged_attention(q, k, v, kv, layer, rows, impl=impl)
-    return sum_over_tp(linear_parts(_gated(o_TNH, gate), p.w_o[l], impl=impl), x_TD.dtype), kv
+    (parts,) = linear_parts(_gated(o_TNH, gate), (p.w_o[l],), dtype=x_TD.dtype, impl=impl)
+    return sum_over_tp(parts, x_TD.dtype), kv
 
 
 def attention_sequences(
@@ -47,7 +48,8 @@ def attention_sequences(
 ) -> jax.Array:
     """The same over whole sequences, differentiable."""
     q, k, v, gate = _project(p, (p.w_k[l], p.w_v[l]), l, x_BTD, cos_sin, cfg, "reference")
-    return linear_parts(_gated(sequences(q, k, v, offset_T), gate), p.w_o[l], impl="reference")[0]
+    o = _gated(sequences(q, k, v, offset_T), gate)
+    return linear_parts(o, (p.w_o[l],), dtype=o.dtype, impl="reference")[0][0]
 
 
 def _kv_weights(p: Attention, l: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:

@@ -37,7 +37,8 @@ def gated_delta(
     qkv, b, a, z = _project(p, l, x_TD, impl)
     o, conv, rec = core(qkv, b, a, p.conv[l], p.a_log[l], p.dt_bias[l], conv, rec, layer, rows, impl=impl)
     o = gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps)
-    return sum_over_tp(linear_parts(o, p.w_o[l], impl=impl), x_TD.dtype), conv, rec
+    (parts,) = linear_parts(o, (p.w_o[l],), dtype=x_TD.dtype, impl=impl)
+    return sum_over_tp(parts, x_TD.dtype), conv, rec
 
 
 def gated_delta_sequences(
@@ -48,7 +49,8 @@ def gated_delta_sequences(
     sizes = cfg.gated_delta.key_dim, cfg.gated_delta.value_dim
     qkv, b, a, z = _project(p, l, x_BTD, "reference")
     o = sequences(qkv, b, a, p.conv[l], p.a_log[l], p.dt_bias[l], offset_T, *sizes)
-    return linear_parts(gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps), p.w_o[l], impl="reference")[0]
+    o = gated_rms_norm(o, z, p.norm[l], eps=cfg.norm_eps)
+    return linear_parts(o, (p.w_o[l],), dtype=o.dtype, impl="reference")[0][0]
 
 
 def _project(p: GatedDelta, l: jax.Array, x: jax.Array, impl: Impl) -> tuple[jax.Array, ...]:

@@ -14,4 +14,5 @@ from qwen_spmd.params import Mlp
 def mlp(p: Mlp, l: jax.Array, x: jax.Array, impl: Impl = "reference") -> jax.Array:
     """[.., D] -> parts [S, .., D]: of the F columns that are here, so a partial sum where `tp` shares them."""
     gate, up = linear(x, (p.w_gate[l], p.w_up[l]), out_dtypes=(jnp.float32, jnp.float32), impl=impl)
-    return linear_parts((jax.nn.silu(gate) * up).astype(x.dtype), p.w_down[l], impl=impl)
+    h = (jax.nn.silu(gate) * up).astype(x.dtype)
+    return linear_parts(h, (p.w_down[l],), dtype=x.dtype, impl=impl)[0]

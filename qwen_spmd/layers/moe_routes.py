@@ -23,6 +23,7 @@ from qwen_spmd.mesh.collectives import Reduce, reduce_scatter
 from qwen_spmd.mesh.topology import Hypercube, hypercube
 from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.add_norm import Gathered, Term
 from qwen_spmd.pallas.expert_sort import expert_sort
 from qwen_spmd.pallas.expert_sum import expert_sum
 from qwen_spmd.pallas.few_rows_mlp import few_rows_mlp
@@ -103,20 +104,22 @@ def route_on(mesh: Mesh, **choices: Any) -> Route:
 
 def routed(
     p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, gates_TX: jax.Array, *, impl: Impl, route: Route
-) -> tuple[jax.Array, jax.Array]:
-    """(sum over a row's experts that are on any rank with this index of `tp` [T, D], rows of each own place [Q]).
+) -> tuple[Term, jax.Array]:
+    """(sum over a row's experts that are on any rank with this index of `tp`, rows of each own place [Q]).
 
-    places_TX are of all devices, NOWHERE for padding, whose gates do not matter; gates_TX float32. The sum is float32 unless it travelled.
+    places_TX are of all devices, NOWHERE for padding, whose gates do not matter; gates_TX float32. The sum is float32
+    unless it travelled.
     """
     T, D = x_TD.shape
     ep = jax.lax.axis_size("ep")
     if ep == 1:
         part = _own_experts(p, l, x_TD, places_TX, gates_TX, impl)
-        return part.sums(impl), part.load_Q
+        return part.rows, part.load_Q
     row_bytes = D * x_TD.dtype.itemsize
     kind = route.resolve(T, ep, places_TX.shape[1], row_bytes)
     through = _all_to_all if kind == "all_to_all" else _gather_scatter
-    return through(p, l, x_TD, places_TX, gates_TX, impl, route)
+    sums_TD, load_Q = through(p, l, x_TD, places_TX, gates_TX, impl, route)
+    return sums_TD[None], load_Q
 
 
 def _gather_scatter(
@@ -215,14 +218,12 @@ def _unpack(packed: jax.Array, X: int) -> tuple[jax.Array, jax.Array, jax.Array]
 
 @struct.dataclass
 class _Part:
-    """What this device's experts computed: row t's x-th one is y[pos_TX]; -1 if it is not here.
+    """What this device's experts computed: row t's x-th one is y[pos_TX]; pos is -1 if it is not here.
 
     y_RD in x's dtype, in any order (few rows: float32, summed over x already); load_Q int32, rows of each own place.
     """
 
-    y_RD: jax.Array
-    pos_TX: jax.Array
-    gates_TX: jax.Array
+    rows: Gathered
     load_Q: jax.Array
 
     def of(self, T: int, start: int, stop: int) -> _Part:
@@ -232,31 +233,30 @@ class _Part:
             X = a_TX.shape[1]
             return a_TX.reshape(-1, T, X)[:, start:stop].reshape(-1, X)
 
-        return self.replace(  # type: ignore[attr-defined]
-            pos_TX=cut(self.pos_TX), gates_TX=cut(self.gates_TX)
-        )
+        y_RD, pos_TX, gates_TX = self.rows.y_RD, self.rows.pos_TX, self.rows.gates_TX
+        return _Part(Gathered(y_RD, cut(pos_TX), cut(gates_TX)), self.load_Q)
 
     def sums(self, impl: Impl) -> jax.Array:
         """float32 [T, D]: each row's weighted sum of own experts."""
-        return expert_sum(self.y_RD, self.pos_TX, self.gates_TX, impl=impl)
+        return expert_sum(self.rows.y_RD, self.rows.pos_TX, self.rows.gates_TX, impl=impl)
 
 
 def _own_experts(p: Moe, l: jax.Array, x_TD: jax.Array, places_TX: jax.Array, gates_TX: jax.Array, impl: Impl) -> _Part:
     """Computes the rows of own places only. Others are not even read, but for few rows."""
     (T, X), Q = places_TX.shape, p.w_gate.shape[1]
     weights = (p.w_gate, p.w_up, p.w_down, l)
-    local_TX = places_TX - jax.lax.axis_index(EXPERTS) * Q
-    own_TX = (places_TX != NOWHERE) & (local_TX >= 0) & (local_TX < Q)
+    local_TX = places_TX - jax.lax.axis_index(EXPERTS) * Q  # negative from NOWHERE on every device
     if FEW_ROWS[impl] >= T:
+        own_TX = (local_TX >= 0) & (local_TX < Q)
         own_TXQ = own_TX[..., None] & (local_TX[..., None] == jnp.arange(Q))
         gates_TQ = jnp.sum(jnp.where(own_TXQ, gates_TX[..., None], 0), 1)
         own_TQ = jnp.any(own_TXQ, 1)
         y_TD = few_rows_mlp(x_TD, own_TQ, gates_TQ, *weights, impl=impl)
         pos_T1 = jnp.where(jnp.any(own_TX, 1), jnp.arange(T), -1)[:, None]
         load_Q = jnp.sum(own_TQ, 0, dtype=jnp.int32)
-        return _Part(y_TD, pos_T1, jnp.ones_like(pos_T1, jnp.float32), load_Q)
+        return _Part(Gathered(y_TD, pos_T1, jnp.ones_like(pos_T1, jnp.float32)), load_Q)
 
-    order = expert_sort(jnp.where(own_TX, local_TX, NOWHERE), Q, impl=impl)
+    order = expert_sort(local_TX, Q, impl=impl)
     expected = math.ceil(T * X / jax.lax.axis_size(EXPERTS))
     y_RD = grouped_mlp(x_TD, order.rows_R, order.sizes_E, *weights, expected=expected, impl=impl)
-    return _Part(y_RD, order.pos_TX, gates_TX, order.sizes_E)
+    return _Part(Gathered(y_RD, order.pos_TX, gates_TX), order.sizes_E)

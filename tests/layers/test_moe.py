@@ -145,7 +145,7 @@ def test_moe(cfg, n):
 
 
 def routing_of(p, x):
-    return router(project(p, LAYER, x, "reference")[0], CFG, "reference")
+    return router(project(p, LAYER, x, "reference")[0], jnp.ones(len(x), bool), CFG, "reference")
 
 
 def test_router():

@@ -159,13 +159,16 @@ def check_few_rows_mlp(x: few_rows_mlp.Inputs, got, factor, impl):
 def check_router(x: router.Inputs, got, factor, impl):
     got_experts, got_gates = got
     assert (got_experts.dtype, got_gates.dtype) == (np.int32, np.float32)
-    assert np.all((got_experts >= 0) & (got_experts < x.logits_TE.shape[1]))
-    numbers = ~np.isnan(x.logits_TE).any(-1)
+    assert np.all((got_experts[x.valid_T] >= 0) & (got_experts[x.valid_T] < x.parts_STE.shape[2]))
+    assert np.all(got_experts[~x.valid_T] == -1)
+    logits_TE = functools.reduce(np.add, x.parts_STE)
+    numbers = ~np.isnan(logits_TE).any(-1)
     assert np.isnan(got_gates[~numbers]).all()
-    x = x.replace(logits_TE=x.logits_TE[numbers])
-    logits = f64(x.logits_TE)
+    numbers &= x.valid_T
+    logits_TE = logits_TE[numbers]
+    logits = f64(logits_TE)
     # Which is larger is decided on float32 probabilities, where small ones may be equal.
-    p32 = np.exp(x.logits_TE - x.logits_TE.max(-1, keepdims=True))
+    p32 = np.exp(logits_TE - logits_TE.max(-1, keepdims=True))
     order = np.argsort(-p32, axis=-1, kind="stable")[:, : x.chosen]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     gates = np.take_along_axis(p / p.sum(-1, keepdims=True), order, -1)
@@ -194,19 +197,28 @@ def check_expert_sum(x: expert_sum.Inputs, got, factor, impl):
 
 
 def check_linear(x: linear.Inputs, got, factor, impl):
-    results, back = got
+    results, back, again = got
     dtypes = [x.x_TI.dtype, *[np.float32] * (len(x.ws) - 1)]
     for w, result, dtype in zip(x.ws, results, dtypes, strict=True):
         assert result.dtype == dtype
         close(result, np.einsum("ti,iow->tow", f64(x.x_TI), f64(w)), factor, len(w))
-    assert back.dtype == x.x_TI.dtype
-    close(back, np.einsum("tow,owi->ti", f64(results[0]), f64(x.w_back)), factor, len(x.w_back))
+    for w, result in zip(x.ws, again, strict=True):
+        close(result, np.einsum("ti,iow->to", f64(x.x_TI), f64(w)), factor, len(w))
+    want = np.einsum("tow,owi->ti", f64(results[0]), f64(x.w_back))
+    close(back, want, factor, len(x.w_back), x.x_TI.dtype)
 
 
 def check_add_norm(x: add_norm.Inputs, got, factor, impl):
     total, norm = got
     assert total.dtype == norm.dtype == x.x_TD.dtype
-    close(total, f64(x.x_TD) + sum(f64(term).sum(0) for term in x.terms), factor, 1)
+    want = f64(x.x_TD)
+    for term in x.terms:
+        if isinstance(term, add_norm.Gathered):
+            for t, i in np.argwhere(term.pos_TX >= 0):
+                want[t] += f64(term.gates_TX[t, i]) * f64(term.y_RD[term.pos_TX[t, i]])
+        else:
+            want += f64(term).sum(0)
+    close(total, want, factor, 1)
     y = f64(total)
     y /= np.sqrt((y * y).mean(-1, keepdims=True) + add_norm.EPS)
     w = f64(x.w_D) + x.zero_centred
@@ -226,12 +238,12 @@ class Op(NamedTuple):
 
 OPS = {
     "router": Op(
-        router, check_router, 8, ("logits_TE",), ("5 rows of 128, top 8", "few logits, many ties", "rows of NaN")
+        router, check_router, 8, ("parts_STE",), ("parts, invalid rows", "few logits, many ties", "rows of NaN")
     ),
     "expert_sort": Op(expert_sort, check_expert_sort, 0, (), ("8 rows, 7 of padding", "many rows", "none here")),
     "expert_sum": Op(expert_sum, check_expert_sum, 3, ("y_RD", "gates_TX"), ("some here", "odd width", "bfloat16")),
     "linear": Op(linear, check_linear, 3, ("x_TI", "w_back"), ("17 rows, odd widths", "few rows, bfloat16")),
-    "add_norm": Op(add_norm, check_add_norm, 3, ("x_TD", "w_D"), ("parts", "many parts, bfloat16")),
+    "add_norm": Op(add_norm, check_add_norm, 3, ("x_TD", "w_D"), ("experts and parts", "many parts, bfloat16")),
     "paged_attention": Op(
         paged_attention,
         check_paged_attention,

@@ -7,12 +7,15 @@ import jax
 
 from qwen_spmd.pallas import Impl
 from qwen_spmd.pallas.add_norm import reference
+from qwen_spmd.pallas.add_norm.reference import Gathered, Term
+
+__all__ = ["Gathered", "Term", "add_norm"]
 
 
 def add_norm(
-    x_TD: jax.Array, terms: tuple[jax.Array, ...], w_D: jax.Array, *, eps: float, zero_centred: bool, impl: Impl
+    x_TD: jax.Array, terms: tuple[Term, ...], w_D: jax.Array, *, eps: float, zero_centred: bool, impl: Impl
 ) -> tuple[jax.Array, jax.Array]:
-    """(x + terms, its RMS norm), both [T, D] in x's dtype. Each of the terms is [S, T, D], a sum over S.
+    """(x + terms, its RMS norm), both [T, D] in x's dtype. A term is [S, T, D], a sum over S, or Gathered.
 
     The sum is taken in float32, rounded once, and what was rounded is normalised (`layers/norm.py:rms_norm`).
     """

@@ -10,9 +10,8 @@ from qwen_spmd.pallas.triton import ShapeDtypeStruct, launch
 
 
 @triton.jit
-def weighted_sum(y, pos, gates, out, D: tl.constexpr, X: tl.constexpr, BLOCK_D: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+def row_sum(y, pos, gates, t, d, D: tl.constexpr, X: tl.constexpr, BLOCK_D: tl.constexpr):
+    """float32 [BLOCK_D]: row t's sum, at d."""
     total = tl.zeros([BLOCK_D], tl.float32)
     for x in tl.static_range(X):
         place = tl.load(pos + t * X + x).to(tl.int64)
@@ -21,7 +20,14 @@ def weighted_sum(y, pos, gates, out, D: tl.constexpr, X: tl.constexpr, BLOCK_D: 
         # The mask must be seen to be the same for 16 bytes, or single elements are loaded.
         row = tl.load(y + place * D + d, mask=here & (d < D), other=0.0)
         total += gate * row.to(tl.float32)
-    tl.store(out + t * D + d, total, mask=d < D)
+    return total
+
+
+@triton.jit
+def weighted_sum(y, pos, gates, out, D: tl.constexpr, X: tl.constexpr, BLOCK_D: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    tl.store(out + t * D + d, row_sum(y, pos, gates, t, d, D, X, BLOCK_D), mask=d < D)
 
 
 def expert_sum(y_RD: jax.Array, pos_TX: jax.Array, gates_TX: jax.Array) -> jax.Array:

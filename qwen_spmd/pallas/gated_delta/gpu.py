@@ -51,10 +51,11 @@ def _decode(
     sizes = _sizes(inputs, rec)
     qkv_TC, B = inputs[0], len(rows.kv_len_B)
     J, U, Z, C = (sizes[c] for c in "JUZC")
-    # All of a key head in one program, unless that leaves processors without any.
+    # A value head in each program, less where that leaves processors without any.
     few = 2 * B * J < processors()
-    rule = {"block_z": 32 if few else 64, "warps": 4, "split": U // J * max(1, Z // 32) if few else 1}
-    rule |= {"prefetch": int(few)}
+    rule = {"block_z": 64, "warps": 4, "split": U // J, "prefetch": 0}
+    if few:
+        rule = {"block_z": 16, "warps": 1, "split": U // J * max(1, Z // 16), "prefetch": 1}
     name = f"{rec.dtype.name} {J}/{U} heads of {sizes['Y']}x{Z}, {B} sequences"
     c = configs.choose("gated_delta", "decode", name, rule)
     block_z = min(Z, c["block_z"])

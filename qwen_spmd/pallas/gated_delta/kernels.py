@@ -55,8 +55,10 @@ def normalise(x):
 
 @triton.jit
 def load_state(rec, read, fresh, first, at, Y: tl.constexpr, Z: tl.constexpr, U: tl.constexpr, BLOCK_Z: tl.constexpr):
-    """[Y, BLOCK_Z], the at-th such tile of the heads from `first` on. It is read once and written once: nothing of it is
-    worth a place in the L2 cache."""
+    """[Y, BLOCK_Z], the at-th such tile of the heads from `first` on.
+
+    Read once and written once: nothing of it is worth a place in the L2 cache.
+    """
     u, z0 = first + at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
     y, z = tl.arange(0, Y), tl.arange(0, BLOCK_Z)
     known = (y >= 0)[:, None] & (z >= 0)[None, :] & (fresh == 0)

@@ -32,15 +32,15 @@ def linear(
             return gpu.linear(x, ws, out_dtypes)
 
 
-def linear_parts(x: jax.Array, w: jax.Array, *, impl: Impl) -> jax.Array:
-    """x [.., *I] times w [*I, O], as S terms of a sum: [S, .., O], S and dtype as the implementation has them.
+def linear_parts(x: jax.Array, ws: Sequence[jax.Array], *, dtype: DTypeLike, impl: Impl) -> tuple[jax.Array, ...]:
+    """x [.., *I] times each of ws [*I, O], as S terms of a sum: [S, .., O], with S as the implementation has it.
 
-    They are exact enough to be added in any order: float32, or a single term in x's dtype.
+    They are float32, or a single term in this dtype.
     """
     match impl:
         case "reference":
-            return reference.linear_parts(x, w)
+            return reference.linear_parts(x, ws, dtype)
         case "gpu":
             from qwen_spmd.pallas.linear import gpu
 
-            return gpu.linear_parts(x, w)
+            return gpu.linear_parts(x, ws, dtype)

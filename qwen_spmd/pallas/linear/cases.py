@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 
 from qwen_spmd.pallas import Impl
+from qwen_spmd.pallas.add_norm.reference import total_of
 from qwen_spmd.pallas.linear import linear, linear_parts
 
 
@@ -37,12 +38,14 @@ class Inputs:
     w_back: jax.Array
 
 
-def run(x: Inputs, impl: Impl) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """(results, the first in x's dtype and the others in float32; the sum of the parts)."""
+def run(x: Inputs, impl: Impl) -> tuple[tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...]]:
+    """(results, the first in x's dtype and the others in float32; what leads back; the results again, from parts)."""
     dtype = x.x_TI.dtype
     out = linear(x.x_TI, x.ws, out_dtypes=[dtype, *[jnp.float32] * (len(x.ws) - 1)], impl=impl)
-    parts = linear_parts(out[0], x.w_back, impl=impl)
-    return out, jnp.sum(parts.astype(jnp.float32), 0).astype(dtype)
+    (back,) = linear_parts(out[0], (x.w_back,), dtype=dtype, impl=impl)
+    ws = [w.reshape(len(w), -1) for w in x.ws]
+    parts = linear_parts(x.x_TI, ws, dtype=jnp.float32, impl=impl)
+    return out, *(jax.tree.map(total_of, y) for y in (back, parts))
 
 
 def inputs(case: Case, seed: int = 0) -> Inputs:

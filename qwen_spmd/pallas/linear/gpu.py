@@ -62,7 +62,8 @@ def put(result, out, o0, part, T: tl.constexpr, O: tl.constexpr, BLOCK_T: tl.con
 
 @triton.jit
 def few_rows(x, w_0, w_1, w_2, w_3, w_4, out_0, out_1, out_2, out_3, out_4,
-             T: tl.constexpr, I: tl.constexpr, SHARE: tl.constexpr, O_0: tl.constexpr, O_1: tl.constexpr, O_2: tl.constexpr, O_3: tl.constexpr, O_4: tl.constexpr,
+             T: tl.constexpr, I: tl.constexpr, SHARE: tl.constexpr, O_0: tl.constexpr, O_1: tl.constexpr,
+             O_2: tl.constexpr, O_3: tl.constexpr, O_4: tl.constexpr,
              BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Programs (tile of the first four outputs' columns one after the other, then of the last's; part). What has 0
     columns is not there."""
@@ -102,29 +103,18 @@ def few_rows(x, w_0, w_1, w_2, w_3, w_4, out_0, out_1, out_2, out_3, out_4,
 def linear(x: jax.Array, ws: Sequence[jax.Array], out_dtypes: Sequence[DTypeLike]) -> tuple[jax.Array, ...]:
     if x.ndim != 2 or not _few(x, ws):
         return reference.linear(x, ws, out_dtypes)
-    flat = [w.reshape(len(w), -1) for w in ws]
-    odd = [i for i, w in enumerate(flat) if w.shape[1] % VECTOR]
-    even = [i for i in range(len(ws)) if i not in odd]
-    done: dict[int, jax.Array] = {}
-    while even or odd:
-        some, one = even[:MOST], odd[:1]
-        even, odd = even[MOST:], odd[1:]
-        made = _launch("linear", x, *(([flat[i] for i in g], [out_dtypes[i] for i in g]) for g in (some, one)), 1)
-        done |= zip(some + one, made, strict=True)
-    return tuple(done[i].reshape(len(x), *w.shape[1:]) for i, w in enumerate(ws))
+    made = _launches("linear", x, [w.reshape(len(w), -1) for w in ws], out_dtypes, 1)
+    return tuple(y.reshape(len(x), *w.shape[1:]) for y, w in zip(made, ws, strict=True))
 
 
-def linear_parts(x: jax.Array, w: jax.Array) -> jax.Array:
-    if x.ndim != w.ndim or not _few(x, (w,)):
-        return reference.linear_parts(x, w)
-    x, w = x.reshape(x.shape[0], -1), w.reshape(-1, w.shape[-1])
-    (T, I), O = x.shape, w.shape[1]
-    # Parts are written and read: fewer of them where they are large, and none is empty.
-    parts = max(1, min(2 * processors() // triton.cdiv(O, 64), 8 if T <= 16 else 4, triton.cdiv(I, 64)))
-    given, nothing = ([w], [jnp.float32]), ([], [])
-    parts = 1 << (parts.bit_length() - 1)
-    (y,) = _launch("parts", x, *((nothing, given) if O % VECTOR else (given, nothing)), parts)
-    return y
+def linear_parts(x: jax.Array, ws: Sequence[jax.Array], dtype: DTypeLike) -> tuple[jax.Array, ...]:
+    if x.ndim != ws[0].ndim or not _few(x, ws):
+        return reference.linear_parts(x, ws, dtype)
+    x, ws = x.reshape(len(x), -1), [w.reshape(-1, w.shape[-1]) for w in ws]
+    # A program for each processor; parts are written and read, so no more of them than that.
+    tiles = sum(triton.cdiv(w.shape[1], 64) for w in ws)
+    parts = max(1, min(processors() // tiles, 8, triton.cdiv(x.shape[1], 64)))
+    return tuple(_launches("parts", x, ws, [jnp.float32] * len(ws), 1 << (parts.bit_length() - 1)))
 
 
 def _few(x: jax.Array, ws: Sequence[jax.Array]) -> bool:
@@ -136,15 +126,34 @@ Weights = tuple[list[jax.Array], list[DTypeLike]]
 """[I, O] each, and what their outputs are."""
 
 
+def _launches(
+    kernel: str, x: jax.Array, ws: Sequence[jax.Array], out_dtypes: Sequence[DTypeLike], parts: int
+) -> list[jax.Array]:
+    """[parts, T, O] of each weight [I, O]."""
+    odd = [i for i, w in enumerate(ws) if w.shape[1] % VECTOR]
+    even = [i for i in range(len(ws)) if i not in odd]
+    done: dict[int, jax.Array] = {}
+    while even or odd:
+        some, one = even[:MOST], odd[:1]
+        even, odd = even[MOST:], odd[1:]
+        made = _launch(kernel, x, *(([ws[i] for i in g], [out_dtypes[i] for i in g]) for g in (some, one)), parts)
+        done |= zip(some + one, made, strict=True)
+    return [done[i] for i in range(len(ws))]
+
+
 def _launch(kernel: str, x: jax.Array, even: Weights, odd: Weights, parts: int) -> list[jax.Array]:
-    """[parts, T, O] of each weight: at most MOST of whole vectors of columns, and one of any width."""
+    """Of at most MOST weights of whole vectors of columns, and one of any width."""
     (T, I), ws = x.shape, even[0] + odd[0]
     widths = [w.shape[1] for w in ws]
     block_t = max(16, triton.next_power_of_2(T))
-    # As wide as leaves something to do for half of the processors at least: wider reads are faster.
+    # As wide as leaves something to do for most processors: wider reads are faster.
     programs = lambda width: sum(triton.cdiv(O, width) for O in widths) * parts  # noqa: E731
-    block_o = next((width for width in (64, 32) if programs(width) >= processors() // 2), 16)
-    rule = {"block_o": block_o, "block_i": 128 if block_t <= 32 else 64, "warps": 4, "stages": 4, "parts": parts}
+    block_o = next((width for width in (128, 64, 32) if programs(width) >= processors() * 0.6), 16)
+    if kernel == "parts":
+        block_o = 64
+    rule = {"block_o": block_o, "block_i": 64, "warps": 4, "stages": 5, "parts": parts}
+    if block_o <= 64 and block_t <= 32:
+        rule |= {"block_i": 128, "stages": 4}
     name = f"{x.dtype.name} {T} rows of {I} by {'+'.join(map(str, widths))}"
     c = configs.choose("linear", kernel, name, rule)
     parts = c["parts"]

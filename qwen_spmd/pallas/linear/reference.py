@@ -14,8 +14,8 @@ def linear(x: jax.Array, ws: Sequence[jax.Array], out_dtypes: Sequence[DTypeLike
     return tuple(_product(x, w, 1, dtype) for w, dtype in zip(ws, out_dtypes, strict=True))
 
 
-def linear_parts(x: jax.Array, w: jax.Array) -> jax.Array:
-    return _product(x, w, w.ndim - 1, x.dtype)[None]
+def linear_parts(x: jax.Array, ws: Sequence[jax.Array], dtype: DTypeLike) -> tuple[jax.Array, ...]:
+    return tuple(_product(x, w, w.ndim - 1, dtype)[None] for w in ws)
 
 
 def _product(x: jax.Array, w: jax.Array, axes: int, dtype: DTypeLike) -> jax.Array:

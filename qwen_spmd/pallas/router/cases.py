@@ -18,6 +18,7 @@ class Case:
     """`levels`: logits are integers below it, so that many are equal; None: normal. `spread` multiplies them.
 
     nan   rows that have a NaN
+    parts, invalid  terms of each logit; rows that are not valid
     full  too big for a CPU test
     """
 
@@ -29,6 +30,8 @@ class Case:
     levels: int | None = None
     spread: float = 1.0
     nan: int = 0
+    parts: int = 1
+    invalid: int = 0
     full: bool = False
 
 
@@ -36,22 +39,24 @@ class Case:
 class Inputs:
     """Arguments of the op."""
 
-    logits_TE: jax.Array
+    parts_STE: jax.Array
+    valid_T: jax.Array
     chosen: int = struct.field(pytree_node=False)
     normalise: bool = struct.field(pytree_node=False)
 
 
 def run(x: Inputs, impl: Impl) -> tuple[jax.Array, jax.Array]:
-    return router(x.logits_TE, x.chosen, normalise=x.normalise, impl=impl)
+    return router(x.parts_STE, x.valid_T, x.chosen, normalise=x.normalise, impl=impl)
 
 
 def inputs(case: Case, seed: int = 0) -> Inputs:
-    """A numpy array."""
-    rng, shape = np.random.default_rng(seed), (case.rows, case.experts)
+    """numpy arrays."""
+    rng, shape = np.random.default_rng(seed), (case.parts, case.rows, case.experts)
     logits = rng.standard_normal(shape) if case.levels is None else rng.integers(0, case.levels, shape)
     logits = (case.spread * logits).astype(np.float32)
-    logits[rng.permutation(case.rows)[: case.nan], rng.integers(case.experts)] = np.nan
-    return Inputs(logits, case.chosen, case.normalise)  # type: ignore[arg-type]
+    logits[-1, rng.permutation(case.rows)[: case.nan], rng.integers(case.experts)] = np.nan
+    valid = rng.permutation(case.rows) >= case.invalid
+    return Inputs(logits, valid, case.chosen, case.normalise)  # type: ignore[arg-type]
 
 
 CASES = (
@@ -63,6 +68,7 @@ CASES = (
     Case("all equal", 2, 256, 8, levels=1),
     Case("probabilities that vanish", 3, 128, 8, levels=40, spread=120),
     Case("rows of NaN", 5, 60, 4, nan=2),
+    Case("parts, invalid rows", 6, 60, 4, parts=3, invalid=2),
     Case("one of one", 2, 1, 1),
     Case("all of 8", 3, 8, 8),
     Case("top 1", 4, 60, 1, normalise=False),

@@ -15,8 +15,11 @@ from qwen_spmd.pallas.triton import ShapeDtypeStruct, launch
 @triton.jit
 def top_experts(
     logits,
+    valid,
     experts,
     gates,
+    T: tl.constexpr,
+    S: tl.constexpr,
     E: tl.constexpr,
     X: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -26,6 +29,8 @@ def top_experts(
     t = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     logit = tl.load(logits + t * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    for s in tl.static_range(1, S):
+        logit += tl.load(logits + (s * T + t) * E + e, mask=e < E, other=0.0).to(tl.float32)
     p = tl.exp(logit - tl.max(logit, 0))
     p = p / tl.sum(p, 0)
     # Numbers from 0 on are in the order of their bits. Below: what is not a number, then what is taken or no expert.
@@ -42,18 +47,24 @@ def top_experts(
     gate = bits.to(tl.float32, bitcast=True)
     if NORMALISE:
         gate = gate / tl.sum(gate, 0)
+    chosen = tl.where(tl.load(valid + t) != 0, chosen, -1)
     tl.store(experts + t * X + x, chosen, mask=x < X)
     tl.store(gates + t * X + x, gate, mask=x < X)
 
 
-def router(logits_TE: jax.Array, experts_per_row: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
-    (T, E), X = logits_TE.shape, experts_per_row
+def router(
+    parts_STE: jax.Array, valid_T: jax.Array, experts_per_row: int, normalise: bool
+) -> tuple[jax.Array, jax.Array]:
+    (S, T, E), X = parts_STE.shape, experts_per_row
     experts, gates = launch(
         top_experts,
-        logits_TE,
+        parts_STE,
+        valid_T.astype(jnp.int8),
         out=(ShapeDtypeStruct((T, X), jnp.int32), ShapeDtypeStruct((T, X), jnp.float32)),
         grid=(T,),
         warps=1,
+        T=T,
+        S=S,
         E=E,
         X=X,
         NORMALISE=normalise,
