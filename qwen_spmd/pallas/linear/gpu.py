@@ -5,6 +5,7 @@ Where an output has too few columns to occupy all processors, programs share the
 rows than FEW are XLA's: its products are no worse there.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,10 +112,10 @@ def linear_parts(x: jax.Array, ws: Sequence[jax.Array], dtype: DTypeLike) -> tup
     if x.ndim != ws[0].ndim or not _few(x, ws):
         return reference.linear_parts(x, ws, dtype)
     x, ws = x.reshape(len(x), -1), [w.reshape(-1, w.shape[-1]) for w in ws]
-    # A program for each processor; parts are written and read, so no more of them than that.
+    # About a program for each processor; parts are written and read, so no more of them than that.
     tiles = sum(triton.cdiv(w.shape[1], 64) for w in ws)
-    parts = max(1, min(processors() // tiles, 8, triton.cdiv(x.shape[1], 64)))
-    return tuple(_launches("parts", x, ws, [jnp.float32] * len(ws), 1 << (parts.bit_length() - 1)))
+    parts = max(1, min(processors() / tiles, 8, x.shape[1] / 64))
+    return tuple(_launches("parts", x, ws, [jnp.float32] * len(ws), 1 << round(math.log2(parts))))
 
 
 def _few(x: jax.Array, ws: Sequence[jax.Array]) -> bool:
