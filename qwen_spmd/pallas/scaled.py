@@ -137,7 +137,7 @@ class Microscaled:
         return Microscaled(values, scales, scale, format)
 
 
-_E2M1 = 0, 0.5, 1, 1.5, 2, 3, 4, 6
+_E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 """Codes' magnitudes; the fourth bit is the sign."""
 
 

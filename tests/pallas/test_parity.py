@@ -270,6 +270,12 @@ def test_names_and_sizes_of_cases():
             assert -(-kv_len.max() // case.page_size) <= case.pages_per_seq, case
 
 
+def test_shapes_of_cases():
+    for case in (case for case in grouped_mlp.CASES if not case.full):
+        drawn = jax.eval_shape(lambda case=case: jax.tree.map(jnp.asarray, grouped_mlp.inputs(case)))
+        assert grouped_mlp.abstract(case) == drawn, case.name
+
+
 @functools.cache
 def program(module, impl):
     return jax.jit(lambda x: module.run(x, impl))

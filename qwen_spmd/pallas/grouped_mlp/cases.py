@@ -105,6 +105,27 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     return Inputs(x, rows_R, sizes_E, weights(D, M), weights(D, M), weights(M, D), index, max(1, used))
 
 
+def abstract(case: Case) -> Inputs:
+    """The shapes of `inputs`, without drawing gigabytes."""
+    E, D, M, dtype = case.experts, case.hidden, case.width, jnp.dtype(case.dtype)
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def weights(fan_in: int, fan_out: int) -> Any:
+        shape = case.layers, E, fan_in, fan_out
+        if case.format:
+            return jax.eval_shape(lambda w: Microscaled.quantise(w, case.format), array(dtype, *shape))
+        if case.block is None:
+            return array(dtype, *shape)
+        blocks = -(-fan_in // case.block), -(-fan_out // case.block)
+        return Scaled(array(jnp.float8_e4m3fn, *shape), array(jnp.float32, case.layers, E, *blocks))
+
+    x, used = array(dtype, -(-case.rows // case.per_row) + 1, D), case.rows if case.used is None else case.used
+    index = array(jnp.int32, case.rows), array(jnp.int32, E)
+    return Inputs(x, *index, weights(D, M), weights(D, M), weights(M, D), array(jnp.int32), max(1, used))
+
+
 def _sizes(case: Case, used: int, rng: np.random.Generator) -> Any:
     E = case.experts
     match case.load:

@@ -148,6 +148,7 @@ def _microscaled(
     (out,) = launch(
         grouped_matmul_mx,
         quantised.values,
+        quantised.scales,
         *_scales(quantised),
         rows_R,
         sizes_E,
@@ -191,7 +192,7 @@ def _config_mx(kernel: str, w: Microscaled, expected: int) -> configs.Config:
     block_r = min(128, max(16, 2 * mean))
     rule = {"tma": 1, "block_r": block_r, "block_o": 128, "block_i": 128, "warps": 4, "stages": 4, "programs": 2}
     if block_r >= 64:  # registers and shared memory for one program
-        rule |= {"warps": 8 if block_r == 128 and kernel == "gate_up" else 4, "programs": 1}
+        rule |= {"warps": 8 if kernel == "gate_up" else 4, "programs": 1}
     if capability() < 100:  # emulated: unpacking needs the registers
         rule |= {"block_r": min(32, block_r), "block_o": 64}
     c = configs.choose("grouped_mlp", kernel, f"{w.format} {I}x{O}, {mean} rows of {E}", rule)

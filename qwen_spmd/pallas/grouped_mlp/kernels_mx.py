@@ -24,19 +24,20 @@ def load_part(x, line, live, i0, I: tl.constexpr, GROUP: tl.constexpr, BLOCK_I: 
 def load_weights(w, s, matrix, o0, i0, I: tl.constexpr, O: tl.constexpr, W_PACK: tl.constexpr, GROUP: tl.constexpr,
                  BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """(values [BLOCK_O, BLOCK_I / W_PACK], scales [BLOCK_O, BLOCK_I / GROUP]) of a matrix of stacks [.., O, I]."""
-    o = o0 + tl.arange(0, BLOCK_O)
-    line, live = matrix.to(tl.int64) * O + o, o < O
+    line = tl.arange(0, BLOCK_O)
+    live, first = o0 + line < O, matrix.to(tl.int64) * O + o0
     if TMA:
         values = w.load([matrix * O + o0, i0 // W_PACK])
     else:
-        values = load_part(w, line, live, i0, I, W_PACK, BLOCK_I)
-    return values, load_part(s, line, live, i0, I, GROUP, BLOCK_I)
+        values = load_part(w + first * (I // W_PACK), line, live, i0, I, W_PACK, BLOCK_I)
+    return values, load_part(s + first * (I // GROUP), line, live, i0, I, GROUP, BLOCK_I)
 
 
 @triton.jit
 def grouped_matmul_mx(
     x,
     x_scales,
+    x_scales_up,
     x_scale,
     rows,
     sizes,
@@ -64,7 +65,8 @@ def grouped_matmul_mx(
 ):
     """out[r] = silu(x[rows[r]] w) * (x[rows[r]] w_up) if GATED, else x[r] w, for the matrices of r's expert.
 
-    x        values [.., I / X_PACK], x_scales [.., I / GROUP], x_scale float32 [..], one a row
+    x        values [.., I / X_PACK], x_scales [.., I / GROUP], x_scale float32 [..], one a row; x_scales_up is x_scales
+             again, for triton 3.6 fails where two products share what was loaded of it
     w        values [.., E, O, I / W_PACK], s [.., E, O, I / GROUP], scale float32 [.., E]; w_up likewise
     X_PACK, W_PACK  how many values a byte holds: e4m3 or e2m1
     SCALED   whether there are x_scale and scale
@@ -91,6 +93,7 @@ def grouped_matmul_mx(
             a, a_scales = load_weights(w, s, matrix, o0, i0, I, O, W_PACK, GROUP, BLOCK_I, BLOCK_O, TMA)
             total = tl.dot_scaled(a, a_scales, W_FORMAT, b, b_scales, X_FORMAT, total)
             if GATED:
+                b_scales = load_part(x_scales_up, row, live, i0, I, GROUP, BLOCK_I)
                 a, a_scales = load_weights(w_up, s_up, matrix, o0, i0, I, O, W_PACK, GROUP, BLOCK_I, BLOCK_O, TMA)
                 total_up = tl.dot_scaled(a, a_scales, W_FORMAT, b, b_scales, X_FORMAT, total_up)
         if SCALED:
