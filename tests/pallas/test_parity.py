@@ -24,7 +24,7 @@ from qwen_spmd.pallas.gated_delta import cases as gated_delta
 from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
 from qwen_spmd.pallas.router import cases as router
-from qwen_spmd.pallas.scaled import GROUP, Microscaled
+from qwen_spmd.pallas.scaled import GROUP, OF_ROWS, Microscaled
 from qwen_spmd.pallas.triton import configs, interpreted
 
 IMPLS = sorted({"reference", impl_for(jax.devices()[0])})
@@ -130,28 +130,28 @@ def check_gated_delta(x: gated_delta.Inputs, got, factor, impl):
     same_bits(got_rec, x.rec)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(rows, format):
+    """As matrices of that format take them."""
+    return Microscaled.quantise(rows[..., None], OF_ROWS[format]).astype(jnp.float32)[..., 0]
+
+
 def check_grouped_mlp(x: grouped_mlp.Inputs, got, factor, impl):
     l, experts = x.layer, np.repeat(np.arange(len(x.sizes_E)), x.sizes_E)
     want = np.zeros((len(experts), x.x_TD.shape[1]))
-    microscaled = isinstance(x.w_gate, Microscaled)
-    gate, up, down = (
-        w if isinstance(w, np.ndarray) else f64(w.astype(np.float32)) for w in (x.w_gate, x.w_up, x.w_down)
-    )
-
-    def rounded(rows):
-        """As the weights take them."""
-        return f64(x.w_gate.rows(rows).astype(np.float32)[..., 0]) if microscaled else rows
-
-    x_TD, h_RM = rounded(x.x_TD), np.zeros((len(experts), down.shape[2]))
+    format = getattr(x.w_gate, "format", None)
+    weights = x.w_gate, x.w_up, x.w_down
+    gate, up, down = jax.tree.map(np.asarray, jax.jit(lambda ws: [w.astype(jnp.float32) for w in ws])(weights))
+    x_TD, h_RM = rounded(x.x_TD, format) if format else x.x_TD, np.zeros((len(experts), down.shape[2]))
     for r, e in enumerate(experts):
         row = f64(x_TD[x.rows_R[r]])
         h_RM[r] = silu(row @ f64(gate[l, e])) * (row @ f64(up[l, e]))
-    h_RM = rounded(h_RM.astype(x.x_TD.dtype)) if microscaled else h_RM
+    h_RM = rounded(h_RM.astype(x.x_TD.dtype), format) if format else h_RM
     for r, e in enumerate(experts):
-        want[r] = h_RM[r] @ f64(down[l, e])
+        want[r] = f64(h_RM[r]) @ f64(down[l, e])
     assert got.dtype == x.x_TD.dtype and len(got) == len(x.rows_R)
     got = got[: len(want)]
-    if microscaled:  # few rows of h lie so close to a midpoint that sums in another order are rounded to its other side
+    if format:  # few rows of h lie so close to a midpoint that sums in another order are rounded to its other side
         few = np.argsort(np.abs(f64(got) - want).max(1))[len(want) - len(want) // 16 :]
         np.testing.assert_allclose(f64(got)[few], want[few], rtol=0, atol=0.1)
         want[few] = got[few]

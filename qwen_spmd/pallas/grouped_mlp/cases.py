@@ -8,6 +8,7 @@ rows and of other layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -115,7 +116,7 @@ def abstract(case: Case) -> Inputs:
     def weights(fan_in: int, fan_out: int) -> Any:
         shape = case.layers, E, fan_in, fan_out
         if case.format:
-            return jax.eval_shape(lambda w: Microscaled.quantise(w, case.format), array(dtype, *shape))
+            return jax.eval_shape(functools.partial(Microscaled.quantise, format=case.format), array(dtype, *shape))
         if case.block is None:
             return array(dtype, *shape)
         blocks = -(-fan_in // case.block), -(-fan_out // case.block)
