@@ -177,7 +177,7 @@ def _repair() -> None:
     """The interpreter holds bfloat16 as uint16, and its arithmetic computes on the integers: go through float32.
 
     And float32 is cut off to fewer bits where machines round; a scalar comparison leaves integers in a mask, which
-    loads and stores refuse; scaled products are missing in triton 3.6, and in 3.9 they take scales e4m3 for e8m0.
+    loads and stores refuse; and scaled products take scales e4m3 for e8m0.
     """
     global _repaired
     if _repaired:
