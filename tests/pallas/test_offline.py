@@ -16,7 +16,7 @@ from qwen_spmd.pallas.triton.offline import SHARED_LIMIT, compile_launch, launch
 MATRIX_UNIT = {90: "HGMMA", 100: "UTC"}
 """How machine instructions of the unit for whole warp groups begin: wgmma and tcgen05."""
 
-LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul"}
+LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul", "grouped_matmul_mx"}
 """Kernels whose products are large enough for it."""
 
 
@@ -44,13 +44,19 @@ ALL = [
 ]
 
 
+def lowest(module, name):
+    return getattr(next(case for case in module.CASES if case.name == name), "capability", 90)
+
+
 def parameter(module, name, capability):
     op = module.__name__.split(".")[-2]
     marks = () if (module, name) in FEW and capability == 90 else pytest.mark.slow
     return pytest.param(module, name, capability, id=f"{op}: {name}, sm_{capability}", marks=marks)
 
 
-@pytest.mark.parametrize(("module", "name", "capability"), [parameter(*m, c) for m in ALL for c in MATRIX_UNIT])
+@pytest.mark.parametrize(
+    ("module", "name", "capability"), [parameter(*m, c) for m in ALL for c in MATRIX_UNIT if c >= lowest(*m)]
+)
 def test_full_size_kernels_compile(module, name, capability):
     pytest.importorskip("triton")
     found = launches(module, full(module, name), capability)
@@ -64,3 +70,29 @@ def test_full_size_kernels_compile(module, name, capability):
         if kernel.kernel in LARGE:
             used = kernel.matrix_instructions()
             assert any(i.startswith(MATRIX_UNIT[capability]) for i in used), (kernel.kernel, used)
+
+
+BLOCK_SCALED = {
+    "mxfp8": "kind::mxf8f6f4.block_scale",
+    "mxfp4": "kind::mxf8f6f4.block_scale",
+    "nvfp4": "kind::mxf4nvf4.block_scale",
+}
+
+
+@pytest.mark.parametrize("format", BLOCK_SCALED)
+def test_blackwell_multiplies_microscaled_as_they_are(format):
+    pytest.importorskip("triton")
+    found = launches(grouped_mlp, full(grouped_mlp, f"Qwen3.5, EP=8, 640 rows, {format}"), 100)
+    assert [l.constexprs["GATED"] for l in found] == [True, False]
+    for launch in found:
+        kernel = compile_launch(launch, 100)
+        assert BLOCK_SCALED[format] in kernel.ptx
+        assert kernel.spills == 0 and kernel.shared <= SHARED_LIMIT and kernel.tensor_columns <= 512
+
+
+def test_hopper_has_no_nvfp4():
+    pytest.importorskip("triton")
+    with pytest.raises(
+        ValueError, match="nvfp4 weights need capability 100 or above, not 90, which takes mxfp8 and mxfp4"
+    ):
+        launches(grouped_mlp, next(case for case in grouped_mlp.CASES if case.format == "nvfp4"), 90)

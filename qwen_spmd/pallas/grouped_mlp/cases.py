@@ -8,6 +8,7 @@ rows and of other layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,7 @@ from flax import struct
 
 from qwen_spmd.pallas import Impl
 from qwen_spmd.pallas.grouped_mlp import Weights, grouped_mlp
-from qwen_spmd.pallas.scaled import Scaled
+from qwen_spmd.pallas.scaled import GROUP, Format, Microscaled, Scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,14 @@ class Case:
     layers: int = 2
     dtype: str = "float32"
     block: int | None = None
+    format: Format | None = None
     full: bool = False
     notes: str = ""
+
+    @property
+    def capability(self) -> int:
+        """The least that the GPU must have."""
+        return 100 if self.format == "nvfp4" else 90
 
 
 @struct.dataclass
@@ -82,6 +89,8 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
         for e in np.flatnonzero(sizes_E):
             own = np.roll(pool, rng.integers(pool.size)) * size
             w[layer, e] = np.resize(own.astype(kind), (fan_in, fan_out))
+        if case.format:
+            return jax.jit(Microscaled.quantise, static_argnums=1)(w, case.format)
         if case.block is None:
             return w
         blocks = -(-fan_in // case.block), -(-fan_out // case.block)
@@ -95,6 +104,27 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     rows_R[used:] = len(x) - 1
     index: Any = np.int32(layer)
     return Inputs(x, rows_R, sizes_E, weights(D, M), weights(D, M), weights(M, D), index, max(1, used))
+
+
+def abstract(case: Case) -> Inputs:
+    """The shapes of `inputs`, without drawing gigabytes."""
+    E, D, M, dtype = case.experts, case.hidden, case.width, jnp.dtype(case.dtype)
+
+    def array(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def weights(fan_in: int, fan_out: int) -> Any:
+        shape = case.layers, E, fan_in, fan_out
+        if case.format:
+            return jax.eval_shape(functools.partial(Microscaled.quantise, format=case.format), array(dtype, *shape))
+        if case.block is None:
+            return array(dtype, *shape)
+        blocks = -(-fan_in // case.block), -(-fan_out // case.block)
+        return Scaled(array(jnp.float8_e4m3fn, *shape), array(jnp.float32, case.layers, E, *blocks))
+
+    x, used = array(dtype, -(-case.rows // case.per_row) + 1, D), case.rows if case.used is None else case.used
+    index = array(jnp.int32, case.rows), array(jnp.int32, E)
+    return Inputs(x, *index, weights(D, M), weights(D, M), weights(M, D), array(jnp.int32), max(1, used))
 
 
 def _sizes(case: Case, used: int, rng: np.random.Generator) -> Any:
@@ -132,6 +162,9 @@ CASES = (
     Case("640 rows, 8-bit weights", 640, "zipf", used=600, block=16, dtype="bfloat16"),
     Case("8-bit weights, blocks cut short", 16, "uniform", hidden=64, width=24, block=16),
     Case("8-bit weights, blocks of 128", 48, "zipf", experts=4, hidden=256, width=256, block=128, dtype="bfloat16"),
+    *(Case(f"{f}, 48 rows", 48, "zipf", used=40, experts=4, hidden=256, width=128, format=f) for f in GROUP),
+    Case("mxfp4, 640 rows, bfloat16", 640, "zipf", used=600, width=96, dtype="bfloat16", format="mxfp4"),
+    Case("nvfp4, no multiple of tiles", 16, "uniform", hidden=96, width=48, format="nvfp4"),
     Case("one expert of all", 16, "one", experts=1, notes="a rank with a single expert"),
     Case("three layers", 16, "zipf", layers=3),
     Case("Qwen3 width", 48, "uniform", experts=8, hidden=64, width=24, notes="4096 x 1536, no multiple of 1024"),
@@ -141,6 +174,7 @@ CASES = (
         for load in ("uniform", "zipf")
     ),
     Case("Qwen3.5, EP=8, 640 rows, 8-bit weights", 640, "uniform", block=128, **_397B),
+    *(Case(f"Qwen3.5, EP=8, 640 rows, {f}", 640, "uniform", format=f, **_397B) for f in GROUP),
     Case("Qwen3.5, EP=8, 640 rows, one expert", 640, "one", **_397B),
     Case("Qwen3.5, EP=8, 80 of 5120 rows", 5120, "uniform", used=80, notes="room for the worst case", **_397B),
     *(Case(f"Qwen3, EP=8, {rows} rows, uniform", rows, "uniform", **_235B) for rows in (64, 1024)),

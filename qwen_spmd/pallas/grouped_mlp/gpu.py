@@ -3,6 +3,9 @@
 
 A tile is BLOCK_R rows of one expert by BLOCK_O of its outputs. Where an expert has few rows, the product is computed
 transposed, with the weights on the side of the matrix unit that takes 64 at least.
+
+Microscaled weights have a kernel of their own, for Blackwell's block-scaled products. Rows are quantised before it,
+each once: XLA may fuse that into what made them.
 """
 
 import jax
@@ -10,10 +13,11 @@ import jax.numpy as jnp
 import triton
 
 from qwen_spmd.pallas.grouped_mlp.kernels import AFTER, BEFORE, EACH, NEVER, grouped_matmul
-from qwen_spmd.pallas.scaled import Scaled
-from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, configs, launch, processors
+from qwen_spmd.pallas.grouped_mlp.kernels_mx import grouped_matmul_mx
+from qwen_spmd.pallas.scaled import GROUP, Microscaled, Scaled
+from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, capability, configs, launch, processors
 
-Weights = jax.Array | Scaled
+Weights = jax.Array | Scaled | Microscaled
 
 
 def grouped_mlp(
@@ -60,6 +64,8 @@ def _grouped(
     layer: jax.Array,
     expected: int,
 ) -> jax.Array:
+    if isinstance(w, Microscaled):
+        return _microscaled(kernel, x, rows_R, sizes_E, w, w_up, layer, expected)
     _, E, I, O = w.shape
     R = rows_R.shape[0]
     values, block = (w.values, w.block) if isinstance(w, Scaled) else (w, (0, 0))
@@ -110,6 +116,87 @@ def _grouped(
         FLATTEN=bool(c["flatten"]),
     )
     return out
+
+
+def _microscaled(
+    kernel: str,
+    x: jax.Array,
+    rows_R: jax.Array,
+    sizes_E: jax.Array,
+    w: Microscaled,
+    w_up: Microscaled | None,
+    layer: jax.Array,
+    expected: int,
+) -> jax.Array:
+    if capability() < 100 and w.format == "nvfp4":  # triton 3.6 fails to emulate scales e4m3
+        raise ValueError(f"nvfp4 weights need capability 100 or above, not {capability()}, which takes mxfp8 and mxfp4")
+    _, E, I, O = w.shape
+    R = rows_R.shape[0]
+    quantised = w.rows(x)
+    c = _config_mx(kernel, w, expected)
+    block_o, block_i, block_r = c["block_o"], c["block_i"], c["block_r"]
+    x_pack, w_pack = (1 if q.values.dtype == jnp.float8_e4m3fn else 2 for q in (quantised, w))
+    # Beside e4m3, e2m1 lie in shared memory with gaps, which jax_triton's descriptors do not make.
+    tma = bool(c["tma"]) and x_pack == w_pack and I % block_i == 0 and O % block_o == 0
+
+    def operands(w: Microscaled) -> tuple:
+        values = w.values.reshape(-1, I // w_pack)
+        return Descriptor(values, (block_o, block_i // w_pack)) if tma else values, *_scales(w)
+
+    (w_0, s_0, scale_0), (w_1, s_1, scale_1) = operands(w), operands(w if w_up is None else w_up)
+    tiles = min(R, E) + R // block_r
+    (out,) = launch(
+        grouped_matmul_mx,
+        quantised.values,
+        quantised.scales,
+        *_scales(quantised),
+        rows_R,
+        sizes_E,
+        layer,
+        w_0,
+        w_1,
+        s_0,
+        s_1,
+        scale_0,
+        scale_1,
+        out=(ShapeDtypeStruct((R, O), x.dtype),),
+        grid=(min(tiles * triton.cdiv(O, block_o), c["programs"] * processors()),),
+        warps=c["warps"],
+        stages=c["stages"],
+        E=E,
+        I=I,
+        O=O,
+        GATED=w_up is not None,
+        TMA=tma,
+        X_PACK=x_pack,
+        W_PACK=w_pack,
+        GROUP=GROUP[w.format],
+        SCALED=w.scale is not None,
+        BLOCK_E=triton.next_power_of_2(E),
+        BLOCK_R=block_r,
+        BLOCK_I=block_i,
+        BLOCK_O=block_o,
+    )
+    return out
+
+
+def _scales(w: Microscaled) -> tuple[jax.Array, jax.Array]:
+    """Of groups and of matrices; an array that is not read stands for one that is None."""
+    return w.scales, w.scales if w.scale is None else w.scale
+
+
+def _config_mx(kernel: str, w: Microscaled, expected: int) -> configs.Config:
+    """By the mean number of an expert's rows; tiles have room for twice as many. Nobody has measured these."""
+    _, E, I, O = w.shape
+    native = capability() >= 100
+    mean = triton.next_power_of_2(max(1, triton.cdiv(expected, E)))
+    block_r = min(max(16, 2 * mean), 128 if native else 32)  # emulation needs the registers
+    rule = {"tma": 1, "block_r": block_r, "block_o": 128 if native else 64, "block_i": 128, "warps": 4, "stages": 4}
+    if block_r < 64:
+        rule |= {"programs": 2}
+    else:
+        rule |= {"programs": 1, "warps": 8 if kernel == "gate_up" else 4}
+    return configs.choose("grouped_mlp", kernel, f"{w.format} {I}x{O}, {mean} rows of {E}", rule)
 
 
 def _config(kernel: str, x: jax.Array, w: jax.Array, expected: int) -> configs.Config:

@@ -127,6 +127,24 @@ def multiply_both(x, x_at, live, first, w, w_up, s, s_up, matrix, o0, I: tl.cons
 
 
 @triton.jit
+def ends(sizes, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Of each expert's rows and tiles, [BLOCK_E] both: tiles have BLOCK_R rows of one expert, the last one fewer."""
+    e = tl.arange(0, BLOCK_E)
+    size = tl.load(sizes + e, mask=e < E, other=0)
+    return tl.cumsum(size, 0), tl.cumsum((size + BLOCK_R - 1) // BLOCK_R, 0)
+
+
+@triton.jit
+def find(tile, row_ends, tile_ends, BLOCK_R: tl.constexpr):
+    """(expert, its first row in the tile, the end of its rows)."""
+    before = tile_ends <= tile
+    tiles_before = tl.max(tl.where(before, tile_ends, 0), 0)
+    first = tl.max(tl.where(before, row_ends, 0), 0) + (tile - tiles_before) * BLOCK_R
+    end = tl.min(tl.where(before, 0x7FFFFFFF, row_ends), 0)
+    return tl.sum(before.to(tl.int32), 0), first, end
+
+
+@triton.jit
 def grouped_matmul(
     x,
     rows,
@@ -161,19 +179,13 @@ def grouped_matmul(
     """
     columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
     dtype: tl.constexpr = out.dtype.element_ty
-    e = tl.arange(0, BLOCK_E)
-    size = tl.load(sizes + e, mask=e < E, other=0)
-    row_ends = tl.cumsum(size, 0)
-    tile_ends = tl.cumsum((size + BLOCK_R - 1) // BLOCK_R, 0)
+    row_ends, tile_ends = ends(sizes, E, BLOCK_E, BLOCK_R)
     first_matrix = tl.load(layer) * E
     # An expert's columns one after the other: they share rows, and the next rows find its weights in the L2 cache.
     for index in tl.range(tl.program_id(0), tl.max(tile_ends, 0) * columns, tl.num_programs(0), flatten=FLATTEN):
         tile, o0 = index // columns, index % columns * BLOCK_O
-        before = tile_ends <= tile
-        matrix = first_matrix + tl.sum(before.to(tl.int32), 0)
-        tiles_before = tl.max(tl.where(before, tile_ends, 0), 0)
-        first = tl.max(tl.where(before, row_ends, 0), 0) + (tile - tiles_before) * BLOCK_R
-        end = tl.min(tl.where(before, 0x7FFFFFFF, row_ends), 0)
+        expert, first, end = find(tile, row_ends, tile_ends, BLOCK_R)
+        matrix = first_matrix + expert
         r, o = first + tl.arange(0, BLOCK_R), o0 + tl.arange(0, BLOCK_O)
         live = r < end
         x_at = x

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from qwen_spmd.mesh.vary import vary_like
 from qwen_spmd.pallas.pieces import cut
-from qwen_spmd.pallas.scaled import Scaled
+from qwen_spmd.pallas.scaled import Microscaled, Scaled
 
-Weights = jax.Array | Scaled
+Weights = jax.Array | Scaled | Microscaled
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -50,9 +50,11 @@ def grouped_mlp(
 
 def swiglu(x: jax.Array, w_gate: Weights, w_up: Weights, w_down: Weights) -> jax.Array:
     """Of one expert; weights are cast here, one expert at a time."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def dot(x: jax.Array, w: Weights) -> jax.Array:
+        if isinstance(w, Microscaled):
+            x = w.rows(x).astype(jnp.float32)[..., 0]
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         return jnp.dot(x, w.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
     return dot((jax.nn.silu(dot(x, w_gate)) * dot(x, w_up)).astype(x.dtype), w_down).astype(x.dtype)

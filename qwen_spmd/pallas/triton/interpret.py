@@ -156,14 +156,28 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32).astype(jnp.bfloat16).view(np.uint16)
 
 
+def _scaled(lines: np.ndarray, scales: TensorHandle, kind: Any) -> np.ndarray:
+    """[lines, elements] in float32: bytes that hold one e4m3 or two e2m1, the first in the low bits, times scales."""
+    values = lines.view(np.uint8)
+    if kind.name == "E2M1":
+        codes = np.stack([values & 15, values >> 4], -1).reshape(len(values), -1)
+        values = codes.astype(np.uint8).view(jnp.float4_e2m1fn)
+    else:
+        assert kind.name == "E4M3", kind
+        values = values.view(jnp.float8_e4m3fn)
+    of = jnp.float8_e4m3fn if scales.dtype.scalar == tl.float8e4nv else jnp.float8_e8m0fnu
+    each = scales.data.view(np.uint8).view(of).astype(np.float32)
+    return values.astype(np.float32) * np.repeat(each, values.shape[1] // each.shape[1], 1)
+
+
 _repaired = False
 
 
 def _repair() -> None:
     """The interpreter holds bfloat16 as uint16, and its arithmetic computes on the integers: go through float32.
 
-    And float32 is cut off to fewer bits where machines round, and a scalar comparison leaves integers in a mask, which
-    loads and stores refuse.
+    And float32 is cut off to fewer bits where machines round; a scalar comparison leaves integers in a mask, which
+    loads and stores refuse; and scaled products take scales e4m3 for e8m0.
     """
     global _repaired
     if _repaired:
@@ -213,5 +227,15 @@ def _repair() -> None:
     def create_masked_store(self: Any, pointers: TensorHandle, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         return store(self, pointers, value, truth(mask), *rest, **named)
 
-    for method in (create_dot, binary_op, ternary_op, create_masked_load, create_masked_store):
+    def create_dot_scaled(
+        self: Any, a: TensorHandle, a_scales: Any, a_type: Any, b: TensorHandle, b_scales: Any, b_type: Any, *rest: Any
+    ) -> TensorHandle:
+        """Scales are [lines, groups] of both; the contracted axis is a's last and b's first."""
+        _, a_packed, b_packed, total = rest
+        assert a_packed and b_packed, "two values a byte along the contracted axis only"
+        with np.errstate(all="ignore"):
+            product = _scaled(a.data, a_scales, a_type) @ _scaled(b.data.T, b_scales, b_type).T
+        return TensorHandle(product + total.data, tl.float32)
+
+    for method in (create_dot, create_dot_scaled, binary_op, ternary_op, create_masked_load, create_masked_store):
         setattr(InterpreterBuilder, method.__name__, method)

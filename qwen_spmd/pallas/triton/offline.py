@@ -164,7 +164,7 @@ def main() -> int:
         for case in module.CASES:
             if args.case not in case.name:
                 continue
-            for capability in args.target:
+            for capability in (c for c in args.target if c >= getattr(case, "capability", 90)):
                 for l in launches(module, case, capability):
                     if (key := (capability, _key(l))) in seen:
                         continue
