@@ -16,7 +16,7 @@ from qwen_spmd.pallas.triton.offline import SHARED_LIMIT, compile_launch, launch
 MATRIX_UNIT = {90: "HGMMA", 100: "UTC"}
 """How machine instructions of the unit for whole warp groups begin: wgmma and tcgen05."""
 
-LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul"}
+LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul", "gate_up_matmul"}
 """Kernels whose products are large enough for it."""
 
 
@@ -64,3 +64,14 @@ def test_full_size_kernels_compile(module, name, capability):
         if kernel.kernel in LARGE:
             used = kernel.matrix_instructions()
             assert any(i.startswith(MATRIX_UNIT[capability]) for i in used), (kernel.kernel, used)
+
+
+def test_gate_and_up_of_many_rows_have_warps_of_two_kinds_on_hopper():
+    pytest.importorskip("triton")
+    gate_up, down = launches(grouped_mlp, full(grouped_mlp, "Qwen3, EP=8, 8192 rows, uniform"), 90)
+    assert (gate_up.kernel.__name__, down.kernel.__name__) == ("gate_up_matmul", "grouped_matmul")
+    kernel = compile_launch(gate_up, 90)
+    assert kernel.spills == 0
+    assert kernel.shared <= SHARED_LIMIT
+    assert any(i.startswith("HGMMA.64x256") for i in kernel.instructions)
+    assert kernel.instructions["USETMAXREG.DEALLOC.CTAPOOL"]  # registers go from those that load to those that multiply
