@@ -16,7 +16,7 @@ from qwen_spmd.pallas.triton.offline import SHARED_LIMIT, compile_launch, launch
 MATRIX_UNIT = {90: "HGMMA", 100: "UTC"}
 """How machine instructions of the unit for whole warp groups begin: wgmma and tcgen05."""
 
-LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul", "grouped_matmul_mx"}
+LARGE = {"prefill", "chunks", "recurrence", "grouped_matmul", "grouped_matmul_mx", "gate_up_matmul"}
 """Kernels whose products are large enough for it."""
 
 
@@ -96,3 +96,14 @@ def test_hopper_has_no_nvfp4():
         ValueError, match="nvfp4 weights need capability 100 or above, not 90, which takes mxfp8 and mxfp4"
     ):
         launches(grouped_mlp, next(case for case in grouped_mlp.CASES if case.format == "nvfp4"), 90)
+
+
+def test_gate_and_up_of_many_rows_have_warps_of_two_kinds_on_hopper():
+    pytest.importorskip("triton")
+    gate_up, down = launches(grouped_mlp, full(grouped_mlp, "Qwen3, EP=8, 8192 rows, uniform"), 90)
+    assert (gate_up.kernel.__name__, down.kernel.__name__) == ("gate_up_matmul", "grouped_matmul")
+    kernel = compile_launch(gate_up, 90)
+    assert kernel.spills == 0
+    assert kernel.shared <= SHARED_LIMIT
+    assert any(i.startswith("HGMMA.64x256") for i in kernel.instructions)
+    assert kernel.instructions["USETMAXREG.DEALLOC.CTAPOOL"]  # registers go from those that load to those that multiply

@@ -177,5 +177,5 @@ CASES = (
     *(Case(f"Qwen3.5, EP=8, 640 rows, {f}", 640, "uniform", format=f, **_397B) for f in GROUP),
     Case("Qwen3.5, EP=8, 640 rows, one expert", 640, "one", **_397B),
     Case("Qwen3.5, EP=8, 80 of 5120 rows", 5120, "uniform", used=80, notes="room for the worst case", **_397B),
-    *(Case(f"Qwen3, EP=8, {rows} rows, uniform", rows, "uniform", **_235B) for rows in (64, 1024)),
+    *(Case(f"Qwen3, EP=8, {rows} rows, uniform", rows, "uniform", **_235B) for rows in (64, 1024, 8192)),
 )

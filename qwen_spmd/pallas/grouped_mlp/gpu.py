@@ -2,7 +2,8 @@
 """Grouped matmuls in Triton: gate and up with SwiGLU, then down, each in one launch over the experts that have rows.
 
 A tile is BLOCK_R rows of one expert by BLOCK_O of its outputs. Where an expert has few rows, the product is computed
-transposed, with the weights on the side of the matrix unit that takes 64 at least.
+transposed, with the weights on the side of the matrix unit that takes 64 at least. Gate and up of many rows in bfloat16
+are another kernel on Hopper, in Gluon.
 
 Microscaled weights have a kernel of their own, for Blackwell's block-scaled products. Rows are quantised before it,
 each once: XLA may fuse that into what made them.
@@ -12,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from qwen_spmd.pallas.grouped_mlp import hopper
 from qwen_spmd.pallas.grouped_mlp.kernels import AFTER, BEFORE, EACH, NEVER, grouped_matmul
 from qwen_spmd.pallas.grouped_mlp.kernels_mx import grouped_matmul_mx
 from qwen_spmd.pallas.scaled import GROUP, Microscaled, Scaled
-from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, capability, configs, launch, processors
+from qwen_spmd.pallas.triton import Descriptor, ShapeDtypeStruct, capability, compiled, configs, launch, processors
 
 Weights = jax.Array | Scaled | Microscaled
 
@@ -70,6 +72,8 @@ def _grouped(
     R = rows_R.shape[0]
     values, block = (w.values, w.block) if isinstance(w, Scaled) else (w, (0, 0))
     c = _config(kernel, x, values, expected)
+    if c["hopper"] and _on_hopper(x, values) and w_up is not None:
+        return _gate_up_on_hopper(x, rows_R, sizes_E, values, w_up, layer)
     block_o, block_i, block_r = c["block_o"], c["block_i"], c["block_r"]
     when = NEVER
     if block[0]:
@@ -180,6 +184,40 @@ def _microscaled(
     return out
 
 
+def _on_hopper(x: jax.Array, w: jax.Array) -> bool:
+    """Whether that kernel can run here and takes these."""
+    _, _, I, O = w.shape
+    divides = I % hopper.BLOCK_I.value == 0 and O % hopper.BLOCK_O.value == 0
+    return capability() == 90 and compiled() and x.dtype == w.dtype == jnp.bfloat16 and divides
+
+
+def _gate_up_on_hopper(
+    x_TD: jax.Array, rows_R: jax.Array, sizes_E: jax.Array, w_gate: jax.Array, w_up: Weights, layer: jax.Array
+) -> jax.Array:
+    assert not isinstance(w_up, Scaled)
+    _, E, I, O = w_gate.shape
+    R = rows_R.shape[0]
+    block_r, block_i, block_o = hopper.BLOCK_R.value, hopper.BLOCK_I.value, hopper.BLOCK_O.value
+    tiles = min(R, E) + R // block_r
+    (out,) = launch(
+        hopper.gate_up_matmul,
+        x_TD,
+        rows_R,
+        sizes_E,
+        layer,
+        *(Descriptor(w.reshape(-1, O), (block_i, block_o), hopper.LAYOUT.value) for w in (w_gate, w_up)),
+        out=(ShapeDtypeStruct((R, O), x_TD.dtype),),
+        grid=(min(tiles * (O // block_o), processors()),),
+        warps=hopper.WARPS.value,
+        options=hopper.REGISTERS,
+        E=E,
+        I=I,
+        O=O,
+        BLOCK_E=max(32, triton.next_power_of_2(E)),
+    )
+    return out
+
+
 def _scales(w: Microscaled) -> tuple[jax.Array, jax.Array]:
     """Of groups and of matrices; an array that is not read stands for one that is None."""
     return w.scales, w.scales if w.scale is None else w.scale
@@ -204,6 +242,7 @@ def _config(kernel: str, x: jax.Array, w: jax.Array, expected: int) -> configs.C
     _, E, I, O = w.shape
     mean = triton.next_power_of_2(max(1, triton.cdiv(expected, E)))
     rule = {"tma": 1, "tma_rows": 1, "flatten": 0, "scale_weights": 1}
+    rule |= {"hopper": int(kernel == "gate_up" and mean >= 512)}
     rule |= (_many_rows if mean > 32 else _few_rows)(kernel, mean, min(E, expected), O, w.dtype.itemsize)
     c = configs.choose("grouped_mlp", kernel, f"{w.dtype.name} {I}x{O}, {mean} rows of {E}", rule)
     fit = lambda size, block: min(block, max(16, triton.next_power_of_2(size)))  # noqa: E731

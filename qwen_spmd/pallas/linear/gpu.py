@@ -65,16 +65,16 @@ def put(result, out, o0, part, T: tl.constexpr, O: tl.constexpr, BLOCK_T: tl.con
 def few_rows(x, w_0, w_1, w_2, w_3, w_4, out_0, out_1, out_2, out_3, out_4,
              T: tl.constexpr, I: tl.constexpr, SHARE: tl.constexpr, O_0: tl.constexpr, O_1: tl.constexpr,
              O_2: tl.constexpr, O_3: tl.constexpr, O_4: tl.constexpr,
-             BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, STAGES: tl.constexpr,
+             WHOLE: tl.constexpr):  # fmt: skip
     """Programs (tile of the first four outputs' columns one after the other, then of the last's; part). What has 0
-    columns is not there."""
+    columns is not there. WHOLE: the shares are whole tiles, and I is all of them."""
     first_1: tl.constexpr = (O_0 + BLOCK_O - 1) // BLOCK_O
     first_2: tl.constexpr = first_1 + (O_1 + BLOCK_O - 1) // BLOCK_O
     first_3: tl.constexpr = first_2 + (O_2 + BLOCK_O - 1) // BLOCK_O
     first_4: tl.constexpr = first_3 + (O_3 + BLOCK_O - 1) // BLOCK_O
-    whole: tl.constexpr = I % SHARE == 0 and SHARE % BLOCK_I == 0
     narrow: tl.constexpr = O_0 % BLOCK_O + O_1 % BLOCK_O + O_2 % BLOCK_O + O_3 % BLOCK_O
-    even: tl.constexpr = whole and narrow == 0
+    even: tl.constexpr = WHOLE and narrow == 0
     c, part = tl.program_id(0), tl.program_id(1)
     if c < first_4:
         # One loop for all of them: each loop has buffers of its own, and they would not fit.
@@ -186,5 +186,6 @@ def _launch(kernel: str, x: jax.Array, even: Weights, odd: Weights, parts: int) 
         BLOCK_I=block_i,
         BLOCK_O=block_o,
         STAGES=c["stages"],
+        WHOLE=I == parts * share,
     )
     return [y for y, O in zip(made, wide, strict=True) if O]

@@ -25,6 +25,7 @@ __all__ = [
     "Launch",
     "ShapeDtypeStruct",
     "capability",
+    "compiled",
     "interpreted",
     "launch",
     "processors",
@@ -35,10 +36,14 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """An operand that the kernel gets as a tensor descriptor: contiguous, read in blocks of this shape (TMA)."""
+    """An operand that the kernel gets as a tensor descriptor: contiguous, read in blocks of this shape (TMA).
+
+    layout  of a block in shared memory, which Gluon kernels need to know
+    """
 
     array: Any
     block_shape: tuple[int, ...]
+    layout: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +72,7 @@ def launch(
     options: dict[str, Any] | None = None,
     **constexprs: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run a `@triton.jit` kernel on arrays of this device; works within jit, scan and shard_map.
+    """Run a `@triton.jit` or `@gluon.jit` kernel on arrays of this device; works within jit, scan and shard_map.
 
     The kernel's parameters are the operands in order, then pointers to the outputs that are not aliased, then its
     constexprs. Traced scalars are pointers to one element. `alias` maps an operand's index to that of the output that
@@ -86,6 +91,11 @@ def launch(
 def capability() -> int:
     """Compute capability that kernels are configured and compiled for: 90 is Hopper, 100 Blackwell."""
     return _capability.get() or _of_first_gpu()
+
+
+def compiled() -> bool:
+    """Whether kernels are compiled, as those in Gluon must be, and not interpreted."""
+    return not _interpreted.get()
 
 
 def processors() -> int:
@@ -108,12 +118,13 @@ def interpreted(as_capability: int = 90) -> Iterator[None]:
     """Within, what is traced or called runs its kernels in Triton's interpreter, configured for this capability."""
     from qwen_spmd.pallas.triton.interpret import interpret
 
-    token = _run.set(interpret)
+    token, flag = _run.set(interpret), _interpreted.set(True)
     try:
         with target(as_capability):
             yield
     finally:
         _run.reset(token)
+        _interpreted.reset(flag)
 
 
 @contextlib.contextmanager
@@ -146,4 +157,5 @@ def _jax_triton(l: Launch) -> tuple[jax.Array, ...]:
 
 
 _run: ContextVar[Callable[[Launch], tuple[jax.Array, ...]]] = ContextVar("run", default=_jax_triton)
+_interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 _capability: ContextVar[int | None] = ContextVar("capability", default=None)

@@ -6,6 +6,7 @@ Each repair applies only where it is missing:
 - triton before 3.7 lacks names that jax_triton imports; without them it takes stubs for the whole NVIDIA backend;
 - from jax 0.12 on, rules of dead-code elimination take a third argument;
 - warp-specialised kernels run with more threads than num_warps says: the PTX's own .reqntid counts;
+- kernels in Gluon go through the passes of those in Triton, which they must not;
 - XLA assembles the PTX with the ptxas it finds, which may be older than the one triton writes for: the PTX version is
   capped.
 """
@@ -60,11 +61,34 @@ class _KernelLibrary:
         return self._lib.TritonKernel(name, num_warps, num_ctas, smem, ptx, *rest)
 
 
+class _GluonBackend:
+    """Triton's, which lowers what a kernel in Gluon says and changes no more."""
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def make_ttir(self, module: Any, *_: Any) -> Any:
+        return module
+
+    def make_ttgir(self, module: Any, *rest: Any) -> Any:
+        return self._backend.gluon_to_ttgir(module, *rest)
+
+
 def _prepare_jax_triton() -> None:
     def keep_all(used_outs: Any, *rest: Any) -> Any:
         eqn = rest[-1]  # (used, eqn) up to jax 0.11, (used, live, eqn) from 0.12
         return [True] * len(eqn.invars), eqn
 
+    compile_to_ptx = triton_lib.compile_ttir_to_ptx_inplace
+
+    def compile_either(module: Any, backend: Any, *rest: Any) -> Any:
+        in_gluon = module.get_int_attr("ttg.num-warps") is not None  # which is Triton's only after its first passes
+        return compile_to_ptx(module, _GluonBackend(backend) if in_gluon else backend, *rest)
+
+    triton_lib.compile_ttir_to_ptx_inplace = compile_either
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = keep_all
     meta = getattr(triton_lib, "TensorDescMeta", None)
     if meta is not None:
@@ -81,7 +105,9 @@ def call(l: Launch, capability: int) -> tuple[jax.Array, ...]:
     from qwen_spmd.pallas.triton import Descriptor
 
     def operand(x: Any) -> Any:
-        return jax_triton.TensorDescriptor.from_array(x.array, x.block_shape) if isinstance(x, Descriptor) else x
+        if isinstance(x, Descriptor):
+            return jax_triton.TensorDescriptor.from_array(x.array, x.block_shape, x.layout)
+        return x
 
     # jaxlib hands results to the kernel in order, and those that are aliased do not count only at the end.
     order = sorted(range(len(l.out)), key=lambda i: i in l.alias.values())

@@ -91,10 +91,12 @@ def compile_launch(l: Launch, capability: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     signature, constants, attributes = _signature(l)
-    source = ASTSource(l.kernel, signature, constants, attributes)
+    in_gluon = isinstance(l.kernel, GluonJITFunction)
+    source = (GluonASTSource if in_gluon else ASTSource)(l.kernel, signature, constants, attributes)
     options = {"num_warps": l.warps, "num_stages": l.stages, **l.options}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +127,8 @@ def _signature(l: Launch) -> tuple[dict[str, str], dict, dict]:
     for name, x in zip(names, [*l.operands, *outputs], strict=False):
         if isinstance(x, Descriptor):
             block = ",".join(map(str, x.block_shape))
-            types[name] = f"tensordesc<{_TYPES[x.array.dtype.name]}[{block}]>"
+            layout = f",{x.layout!r}" if x.layout is not None else ""
+            types[name] = f"tensordesc<{_TYPES[x.array.dtype.name]}[{block}]{layout}>"
         else:
             types[name] = f"*{_TYPES[x.dtype.name]}"
     types |= dict.fromkeys(l.constexprs, "constexpr")
