@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen_spmd.pallas.add_norm import cases as add_norm
 from qwen_spmd.pallas.expert_sort import cases as expert_sort
 from qwen_spmd.pallas.expert_sum import cases as expert_sum
 from qwen_spmd.pallas.gated_delta import cases as gated_delta
 from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
+from qwen_spmd.pallas.linear import cases as linear
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
 from qwen_spmd.pallas.router import cases as router
 from qwen_spmd.pallas.triton import capability
@@ -54,7 +56,7 @@ def compare(op, x, run):
 
 FULL = [
     pytest.param(op, case, id=f"{op.__name__.split('.')[-2]}: {case.name}")
-    for op in (router, expert_sort, grouped_mlp, expert_sum, paged_attention, gated_delta)
+    for op in (linear, add_norm, router, expert_sort, grouped_mlp, expert_sum, paged_attention, gated_delta)
     for case in op.CASES
     if case.full
 ]

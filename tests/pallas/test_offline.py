@@ -5,10 +5,12 @@ import dataclasses
 
 import pytest
 
+from qwen_spmd.pallas.add_norm import cases as add_norm
 from qwen_spmd.pallas.expert_sort import cases as expert_sort
 from qwen_spmd.pallas.expert_sum import cases as expert_sum
 from qwen_spmd.pallas.gated_delta import cases as gated_delta
 from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
+from qwen_spmd.pallas.linear import cases as linear
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
 from qwen_spmd.pallas.router import cases as router
 from qwen_spmd.pallas.triton.offline import SHARED_LIMIT, compile_launch, launches
@@ -34,9 +36,12 @@ FEW = [
     (grouped_mlp, "Qwen3, EP=8, 1024 rows, uniform"),
     (paged_attention, "Qwen3.5 mixed"),
     (gated_delta, "Qwen3.5 short prefills"),
+    (linear, "Qwen3.5-35B-A3B, delta, 64 rows"),
+    (add_norm, "Qwen3.5-35B-A3B"),
 ]
 ALL = [
     *((m, case.name) for m in (grouped_mlp, paged_attention, gated_delta) for case in m.CASES if case.full),
+    *((m, case.name) for m in (linear, add_norm) for case in m.CASES if case.full),
     (expert_sort, "Qwen3.5, 8192 rows"),
     (expert_sort, "64 rows of 256"),
     (expert_sum, "Qwen3.5, 1024 rows"),
