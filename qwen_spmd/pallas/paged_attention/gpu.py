@@ -18,8 +18,8 @@ def paged_attention(
     layer: jax.Array,
     rows: Ragged,
 ) -> tuple[jax.Array, jax.Array]:
-    """A decode row's context is cut into pieces that keep all processors busy. They depend on the batch, and with them
-    the last bits of the row's result."""
+    """A decode row's context is cut into equal shares of all contexts, which keep all processors busy. They depend on
+    the batch, and with them the last bits of the row's result."""
     if rows.one_token:
         o, kv = _decode(q_TNH, k_TKH, v_TKH, kv, None, layer, rows, rows.kv_len_B)
         return o, kv
@@ -132,18 +132,19 @@ def _decode(
     sizes = _sizes(q_TNH, kv, rows)
     B, N, K, H = (sizes[c] for c in "BNKH")
     G = N // K
-    if B * K * 4 <= 2 * processors():  # few sequences: pieces of one size, one for each processor
+    if B * K * 4 <= 2 * processors():  # few sequences: parts of some blocks
         rule = {"block_n": 64, "warps": 8, "stages": 5, "programs": 1, "pieces": 1}
-    else:  # sequences of many lengths need several
-        rule = {"block_n": 64, "warps": 4, "stages": 3 if H > 128 else 5, "programs": 2, "pieces": 2}
+    else:
+        rule = {"block_n": 64, "warps": 4, "stages": 3 if H > 128 else 5, "programs": 2, "pieces": 1}
+        if H > 128 and kv.dtype.itemsize == 1:  # casts need registers
+            rule |= {"block_n": 32, "stages": 5}
     c = configs.choose("paged_attention", "decode", _shape_class(q_TNH, kv, f"{B} sequences"), rule)
     block = 16 if q_TNH.dtype == jnp.float32 else c["block_n"]
     programs = processors() * c["programs"]
-    share = jnp.sum(len_B) * K // (programs * c["pieces"]) + 1
-    chunk = ((jnp.maximum(share, 2 * block) + block - 1) // block * block).astype(jnp.int32)
-    pieces = programs * c["pieces"] + K * B  # at most: a sequence's last one may be short
-    chunks_B = jnp.where(len_B > 0, jnp.maximum((len_B - 1 + chunk - 1) // chunk, 1), 0)
-    ends_B = jnp.cumsum(chunks_B).astype(jnp.int32)
+    blocks_B = jnp.where(len_B > 0, jnp.maximum((len_B - 1 + block - 1) // block, 1), 0)
+    parts = programs * c["pieces"]
+    part = jnp.maximum((jnp.sum(blocks_B) * K + parts - 1) // parts, 2).astype(jnp.int32)
+    ends_B = jnp.cumsum(blocks_B).astype(jnp.int32)
     row_B = rows.q_start_B[:-1]
     given = () if o_TNH is None else (o_TNH,)
     kv, o_TNH, part_o, part_ms = launch(
@@ -156,43 +157,45 @@ def _decode(
         row_B,
         len_B,
         ends_B,
-        chunk,
+        part,
         rows.pages_BP,
         *given,
         out=(
             ShapeDtypeStruct(kv.shape, kv.dtype),
             ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype),
-            ShapeDtypeStruct((pieces, G, H), jnp.float32),
-            ShapeDtypeStruct((pieces, G, 2), jnp.float32),
+            ShapeDtypeStruct((parts, 2, G, H), jnp.float32),
+            ShapeDtypeStruct((parts, 2, G, 2), jnp.float32),
         ),
         alias={3: 0} | ({10: 1} if given else {}),
-        grid=(min(programs, pieces),),
+        grid=(min(programs, parts),),
         warps=c["warps"],
         stages=c["stages"],
         LIMIT=_limit(kv),
-        PROGRAMS=min(programs, pieces),
+        PROGRAMS=min(programs, parts),
         BLOCK_M=max(16, triton.next_power_of_2(G)),
         BLOCK_N=block,
         **sizes,
     )
-    block_h = H if B * N >= 4 * processors() else min(H, 64)
+    many = B * N >= 4 * processors()  # few sequences have many parts each
+    block_h = H if many else min(H, 64)
     (o_TNH,) = launch(
         kernels.combine,
         row_B,
         len_B,
         ends_B,
+        part,
         part_o,
         part_ms,
         o_TNH,
         out=(ShapeDtypeStruct(o_TNH.shape, o_TNH.dtype),),
-        alias={5: 0},
+        alias={6: 0},
         grid=(B, N, H // block_h),
         warps=4,
         N=N,
         K=K,
         H=H,
         ZEROS=not given,
-        BLOCK_C=8 if block_h == H else 16,
+        BLOCK_C=8 if many else 16,
         BLOCK_H=block_h,
     )
     return o_TNH, kv

@@ -84,6 +84,19 @@ def to_page(x, dtype: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def unit(ends, i, B: tl.constexpr, K: tl.constexpr, BLOCK_B: tl.constexpr):
+    """(sequence, KV head, number within that, how many it has) of the i-th block; see `decode`."""
+    b = tl.arange(0, BLOCK_B)
+    end = tl.load(ends + b, mask=b < B, other=2147483647)
+    past = end <= i // K
+    sequence = tl.sum(past.to(tl.int32), 0)
+    first = tl.max(tl.where(past, end, 0), 0)
+    blocks = tl.load(ends + sequence) - first
+    i -= first * K
+    return sequence, i // blocks, i % blocks, blocks
+
+
+@triton.jit
 def decode(
     q,
     k_new,
@@ -93,7 +106,7 @@ def decode(
     row_B,
     len_B,
     ends_B,
-    chunk,
+    part,
     pages,
     o,
     part_o,
@@ -111,46 +124,55 @@ def decode(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sequences with one new token. A piece of work is one KV head and `chunk` positions of a sequence.
+    """Sequences with one new token.
 
-    ends_B are running sums of the sequences' numbers of chunks. The last chunk has the new token, which it takes from
-    its operands and writes into the page. A sequence of one chunk is done here, others by `combine`.
+    All contexts are one row of blocks of BLOCK_N positions: sequences, in them KV heads, in them positions. ends_B are
+    running sums of the blocks of a sequence's head; the last may lie past its end. The row is cut into parts of `part`
+    blocks, equal work for all. What a part has of a sequence's head goes into the result if that is the whole of it.
+    Otherwise `combine` adds it up, from the part's second place if it is the head's beginning, or else from its first.
+    The one with the end has the new token, which it takes from its operands and writes into the page.
     """
     G: tl.constexpr = N // K
     dtype: tl.constexpr = q.dtype.element_ty
     scale = LOG2E / tl.sqrt(H * 1.0)
-    l, size = tl.load(layer).to(tl.int64), tl.load(chunk)
+    l, size = tl.load(layer).to(tl.int64), tl.load(part)
     g, h, n = tl.arange(0, BLOCK_M), tl.arange(0, H), tl.arange(0, BLOCK_N)
-    for piece in range(tl.program_id(0), tl.load(ends_B + B - 1) * K, PROGRAMS):
-        k = piece % K
-        b, c = find(ends_B, piece // K, B, BLOCK_B)
-        row, length = tl.load(row_B + b).to(tl.int64), tl.load(len_B + b)
-        start, last = c * size, length - 1 <= (c + 1) * size
-        end = tl.minimum((c + 1) * size, length - 1)  # of what is in pages already
-        heads = (row * N + k * G + g)[:, None] * H + h[None, :]
-        queries = tl.load(q + heads, mask=(g < G)[:, None], other=0.0)
-        new_at = (row * K + k) * H + h
-        new_key = to_page(tl.load(k_new + new_at), kv.dtype.element_ty, LIMIT)
-        new_value = to_page(tl.load(v_new + new_at), kv.dtype.element_ty, LIMIT)
-        if last:
-            at = (slab(pages, l, b, k, length - 1, P, K, S, PAGES) * S + (length - 1) % S) * H + h
-            tl.store(kv + at, new_key)
-            tl.store(kv + at + S * H, new_value)
-        score = tl.sum(queries.to(tl.float32) * new_key.to(dtype).to(tl.float32)[None, :], 1) * scale
-        m = tl.where(last, score, MASKED)
-        s = tl.where(last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
-        total = tl.where(last, new_value.to(tl.float32), 0.0)[None, :] + tl.zeros([BLOCK_M, H], tl.float32)
-        for first in range(start, end, BLOCK_N):
-            pos = first + n
-            keys, values = load_context(kv, pages, l, b, k, pos, end, P, K, S, PAGES, H, S % BLOCK_N == 0, True, dtype)
-            seen = (pos < end)[None, :] & (g >= 0)[:, None]
-            m, s, total = accumulate(queries, keys, values, seen, m, s, total, scale, True)
-        if length - 1 <= size:
-            tl.store(o + heads, (total / s[:, None]).to(dtype), mask=(g < G)[:, None])
-        else:
-            tl.store(part_o + (piece * G + g)[:, None] * H + h[None, :], total, mask=(g < G)[:, None])
-            tl.store(part_ms + (piece * G + g) * 2, m, mask=g < G)
-            tl.store(part_ms + (piece * G + g) * 2 + 1, s, mask=g < G)
+    row_end = tl.load(ends_B + B - 1) * K
+    for i in range(tl.program_id(0), (row_end + size - 1) // size, PROGRAMS):
+        at, stop = i * size, tl.minimum((i + 1) * size, row_end)
+        while at < stop:
+            b, k, block, blocks = unit(ends_B, at, B, K, BLOCK_B)
+            count = tl.minimum(blocks - block, stop - at)
+            at += count
+            row, length = tl.load(row_B + b).to(tl.int64), tl.load(len_B + b)
+            start, last = block * BLOCK_N, block + count == blocks
+            end = tl.minimum((block + count) * BLOCK_N, length - 1)  # of what is in pages already
+            heads = (row * N + k * G + g)[:, None] * H + h[None, :]
+            queries = tl.load(q + heads, mask=(g < G)[:, None], other=0.0)
+            new_at = (row * K + k) * H + h
+            new_key = to_page(tl.load(k_new + new_at), kv.dtype.element_ty, LIMIT)
+            new_value = to_page(tl.load(v_new + new_at), kv.dtype.element_ty, LIMIT)
+            if last:
+                new_slot = (slab(pages, l, b, k, length - 1, P, K, S, PAGES) * S + (length - 1) % S) * H + h
+                tl.store(kv + new_slot, new_key)
+                tl.store(kv + new_slot + S * H, new_value)
+            score = tl.sum(queries.to(tl.float32) * new_key.to(dtype).to(tl.float32)[None, :], 1) * scale
+            m = tl.where(last, score, MASKED)
+            s = tl.where(last, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+            total = tl.where(last, new_value.to(tl.float32), 0.0)[None, :] + tl.zeros([BLOCK_M, H], tl.float32)
+            for first in range(start, end, BLOCK_N):
+                pos = first + n
+                one: tl.constexpr = S % BLOCK_N == 0
+                keys, values = load_context(kv, pages, l, b, k, pos, end, P, K, S, PAGES, H, one, True, dtype)
+                seen = (pos < end)[None, :] & (g >= 0)[:, None]
+                m, s, total = accumulate(queries, keys, values, seen, m, s, total, scale, True)
+            if count == blocks:
+                tl.store(o + heads, (total / s[:, None]).to(dtype), mask=(g < G)[:, None])
+            else:
+                place = (i * 2 + (block == 0).to(tl.int32)).to(tl.int64) * G + g
+                tl.store(part_o + place[:, None] * H + h[None, :], total, mask=(g < G)[:, None])
+                tl.store(part_ms + place * 2, m, mask=g < G)
+                tl.store(part_ms + place * 2 + 1, s, mask=g < G)
 
 
 @triton.jit
@@ -158,6 +180,7 @@ def combine(
     row_B,
     len_B,
     ends_B,
+    part,
     part_o,
     part_ms,
     o,
@@ -168,30 +191,37 @@ def combine(
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """BLOCK_H columns of a sequence's head from its chunks, in order. ZEROS: sequences without a token get zeros."""
+    """BLOCK_H columns of a sequence's head from the parts that have some of it, in order; see `decode`.
+
+    ZEROS: sequences without a token get zeros.
+    """
     b, head = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = N // K
     k, g = head // G, head % G
     c, h = tl.arange(0, BLOCK_C), tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = (tl.load(row_B + b).to(tl.int64) * N + head) * H + h
-    end = tl.load(ends_B + b)
-    first = tl.load(ends_B + b - 1, mask=b > 0, other=0)
+    before, size = tl.load(ends_B + b - 1, mask=b > 0, other=0), tl.load(part)
+    blocks = tl.load(ends_B + b) - before
+    begin = before * K + blocks * k
+    first, end = begin // size, (begin + blocks - 1) // size + 1
     if tl.load(len_B + b) == 0:
         if ZEROS:
             tl.store(o + at, tl.zeros([BLOCK_H], o.dtype.element_ty))
     elif end - first > 1:
         largest = tl.full([BLOCK_C], MASKED, tl.float32)
         for start in range(first, end, BLOCK_C):
-            m_at = part_ms + (((start + c) * K + k) * G + g) * 2
-            largest = tl.maximum(largest, tl.load(m_at, mask=start + c < end, other=MASKED))
+            i = start + c
+            place = (i * 2 + (i == first).to(tl.int32)).to(tl.int64) * G + g
+            largest = tl.maximum(largest, tl.load(part_ms + place * 2, mask=i < end, other=MASKED))
         m = tl.max(largest, 0)
         s, total = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
         for start in range(first, end, BLOCK_C):
-            piece, live = ((start + c) * K + k) * G + g, start + c < end
-            weight = tl.exp2(tl.load(part_ms + piece * 2, mask=live, other=MASKED) - m)
-            s += weight * tl.load(part_ms + piece * 2 + 1, mask=live, other=0.0)
-            part = tl.load(part_o + piece[:, None] * H + h[None, :], mask=live[:, None], other=0.0)
-            total += weight[:, None] * part
+            i = start + c
+            place, live = (i * 2 + (i == first).to(tl.int32)).to(tl.int64) * G + g, i < end
+            weight = tl.exp2(tl.load(part_ms + place * 2, mask=live, other=MASKED) - m)
+            s += weight * tl.load(part_ms + place * 2 + 1, mask=live, other=0.0)
+            some = tl.load(part_o + place[:, None] * H + h[None, :], mask=live[:, None], other=0.0)
+            total += weight[:, None] * some
         tl.store(o + at, (tl.sum(total, 0) / tl.sum(s, 0)).to(o.dtype.element_ty))
 
 
