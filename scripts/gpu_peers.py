@@ -6,7 +6,6 @@ Argument: the folder of unpacked libraries, or nothing. Each line of stdin is JS
     ["start"]                           ceilings of this GPU and versions
     ["prepare", row, kind, shape, us]   {peer: null or the reason why it cannot run}; us: about what a call takes
     ["time", row, peer]                 microseconds a call
-    ["drop"]                            frees what was prepared
 """
 
 from __future__ import annotations
@@ -234,12 +233,7 @@ def main() -> None:
                 said[name] = f"{type(e).__name__}: {e}".splitlines()[0][:120]
         return said
 
-    def drop() -> None:
-        ready.clear()
-        torch().cuda.synchronize()
-        torch().cuda.empty_cache()
-
-    commands = {"start": start, "prepare": prepare, "drop": drop, "time": lambda *which: ready[which]()}
+    commands = {"start": start, "prepare": prepare, "time": lambda *which: ready[which]()}
     for line in sys.stdin:
         name, *args = json.loads(line)
         try:

@@ -95,12 +95,13 @@ def test_blackwell_multiplies_microscaled_as_they_are(format):
         assert kernel.spills == 0 and kernel.shared <= SHARED_LIMIT and kernel.tensor_columns <= 512
 
 
-def test_hopper_has_no_nvfp4():
+@pytest.mark.parametrize("format", BLOCK_SCALED)
+def test_hopper_refuses_microscaled(format):
     pytest.importorskip("triton")
     with pytest.raises(
-        ValueError, match="nvfp4 weights need capability 100 or above, not 90, which takes mxfp8 and mxfp4"
+        ValueError, match=f"{format} weights need compute capability 10.0 .Blackwell. or above, not 9.0"
     ):
-        launches(grouped_mlp, next(case for case in grouped_mlp.CASES if case.format == "nvfp4"), 90)
+        launches(grouped_mlp, next(case for case in grouped_mlp.CASES if case.format == format), 90)
 
 
 def test_gate_and_up_of_many_rows_have_warps_of_two_kinds_on_hopper():

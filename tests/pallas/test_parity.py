@@ -27,7 +27,7 @@ from qwen_spmd.pallas.linear import cases as linear
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
 from qwen_spmd.pallas.router import cases as router
 from qwen_spmd.pallas.scaled import GROUP, OF_ROWS, Microscaled
-from qwen_spmd.pallas.triton import configs, interpreted
+from qwen_spmd.pallas.triton import capability, configs, interpreted
 
 IMPLS = sorted({"reference", impl_for(jax.devices()[0])})
 
@@ -327,6 +327,8 @@ def run(module, impl, x):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_parity(op, case, impl):
+    if impl == "gpu" and getattr(case, "capability", 90) > capability():
+        pytest.skip(f"needs compute capability {case.capability}")
     x = op.cases.inputs(case)
     op.check(x, run(op.cases, impl, x), op.factor, impl)
 
@@ -344,7 +346,7 @@ def interpreted_cases():
 def test_parity_of_interpreted_gpu_kernels(op, case):
     pytest.importorskip("triton")
     x = op.cases.inputs(case)
-    with interpreted(100 if getattr(case, "format", None) else 90):
+    with interpreted(getattr(case, "capability", 90)):
         got = jax.tree.map(np.array, op.cases.run(x, "gpu"))
     op.check(x, got, op.factor, "gpu")
 
@@ -363,8 +365,9 @@ FORCED = [
 def test_any_config_is_right(op, case, kernel, config):
     """Tables of configs decide on speed alone."""
     pytest.importorskip("triton")
-    x = OPS[op].cases.inputs(next(c for c in OPS[op].cases.CASES if c.name == case))
-    with interpreted(), configs.force(op, kernel, config):
+    case = next(c for c in OPS[op].cases.CASES if c.name == case)
+    x = OPS[op].cases.inputs(case)
+    with interpreted(getattr(case, "capability", 90)), configs.force(op, kernel, config):
         got = jax.tree.map(np.array, OPS[op].cases.run(x, "gpu"))
     OPS[op].check(x, got, OPS[op].factor, "gpu")
 

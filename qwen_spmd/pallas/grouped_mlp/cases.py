@@ -52,7 +52,7 @@ class Case:
     @property
     def capability(self) -> int:
         """The least that the GPU must have."""
-        return 100 if self.format == "nvfp4" else 90
+        return 90 if self.format is None else 100
 
 
 @struct.dataclass

@@ -132,8 +132,11 @@ def _microscaled(
     layer: jax.Array,
     expected: int,
 ) -> jax.Array:
-    if capability() < 100 and w.format == "nvfp4":  # triton 3.6 fails to emulate scales e4m3
-        raise ValueError(f"nvfp4 weights need capability 100 or above, not {capability()}, which takes mxfp8 and mxfp4")
+    if capability() < 100:
+        raise ValueError(
+            f"{w.format} weights need compute capability 10.0 (Blackwell) or above, not {capability() / 10}, which "
+            "takes bfloat16, float32, and 8-bit weights with a scale for each block"
+        )
     _, E, I, O = w.shape
     R = rows_R.shape[0]
     quantised = w.rows(x)
@@ -226,10 +229,9 @@ def _scales(w: Microscaled) -> tuple[jax.Array, jax.Array]:
 def _config_mx(kernel: str, w: Microscaled, expected: int) -> configs.Config:
     """By the mean number of an expert's rows; tiles have room for twice as many. Nobody has measured these."""
     _, E, I, O = w.shape
-    native = capability() >= 100
     mean = triton.next_power_of_2(max(1, triton.cdiv(expected, E)))
-    block_r = min(max(16, 2 * mean), 128 if native else 32)  # emulation needs the registers
-    rule = {"tma": 1, "block_r": block_r, "block_o": 128 if native else 64, "block_i": 128, "warps": 4, "stages": 4}
+    block_r = min(max(16, 2 * mean), 128)
+    rule = {"tma": 1, "block_r": block_r, "block_o": 128, "block_i": 128, "warps": 4, "stages": 4}
     if block_r < 64:
         rule |= {"programs": 2}
     else:
