@@ -7,7 +7,6 @@ rows than FEW are XLA's: its products are no worse there.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,8 +122,8 @@ def _few(x: jax.Array, ws: Sequence[jax.Array]) -> bool:
     return x.shape[0] <= FEW and len({w.dtype for w in ws}) == 1 and all(w.size < 1 << 31 for w in ws)
 
 
-Weights = tuple[list[jax.Array], list[DTypeLike]]
-"""[I, O] each, and what their outputs are."""
+Product = tuple[jax.Array, DTypeLike]
+"""A weight [I, O], and what its result is."""
 
 
 def _launches(
@@ -137,15 +136,14 @@ def _launches(
     while even or odd:
         some, one = even[:MOST], odd[:1]
         even, odd = even[MOST:], odd[1:]
-        made = _launch(kernel, x, *(([ws[i] for i in g], [out_dtypes[i] for i in g]) for g in (some, one)), parts)
+        made = _launch(kernel, x, *([(ws[i], out_dtypes[i]) for i in which] for which in (some, one)), parts)
         done |= zip(some + one, made, strict=True)
     return [done[i] for i in range(len(ws))]
 
 
-def _launch(kernel: str, x: jax.Array, even: Weights, odd: Weights, parts: int) -> list[jax.Array]:
+def _launch(kernel: str, x: jax.Array, even: list[Product], odd: list[Product], parts: int) -> list[jax.Array]:
     """Of at most MOST weights of whole vectors of columns, and one of any width."""
-    (T, I), ws = x.shape, even[0] + odd[0]
-    widths = [w.shape[1] for w in ws]
+    (T, I), widths = x.shape, [w.shape[1] for w, _ in even + odd]
     block_t = max(16, triton.next_power_of_2(T))
     # As wide as leaves something to do for most processors: wider reads are faster.
     programs = lambda width: sum(triton.cdiv(O, width) for O in widths) * parts  # noqa: E731
@@ -163,29 +161,26 @@ def _launch(kernel: str, x: jax.Array, even: Weights, odd: Weights, parts: int) 
     if x.dtype == jnp.float32:  # computed without the matrix unit
         block_o, block_i = min(32, block_o), 16
     share = triton.cdiv(triton.cdiv(I, parts), block_i) * block_i
-
-    def filled(of_even: list, of_odd: list, empty: Any) -> list:
-        return of_even + [empty] * (MOST - len(of_even)) + (of_odd or [empty])
-
-    def outputs(weights: Weights) -> list[ShapeDtypeStruct]:
-        return [ShapeDtypeStruct((parts, T, w.shape[1]), jnp.dtype(d)) for w, d in zip(*weights, strict=True)]
-
-    wide = filled([w.shape[1] for w in even[0]], [w.shape[1] for w in odd[0]], 0)
+    # The kernel has parameters for all that there may be; an array that is not read stands for what is not.
+    slots = [*even, *[None] * (MOST - len(even)), *(odd or [None])]
+    nothing = ShapeDtypeStruct((1,), jnp.float32)
     made = launch(
         few_rows,
         x,
-        *filled(even[0], odd[0], ws[0]),
-        out=tuple(filled(outputs(even), outputs(odd), ShapeDtypeStruct((1,), jnp.float32))),
+        *(slot[0] if slot else x for slot in slots),
+        out=tuple(
+            ShapeDtypeStruct((parts, T, slot[0].shape[1]), jnp.dtype(slot[1])) if slot else nothing for slot in slots
+        ),
         grid=(sum(triton.cdiv(O, block_o) for O in widths), parts),
         warps=c["warps"],
         T=T,
         I=I,
         SHARE=share,
-        **{f"O_{i}": O for i, O in enumerate(wide)},
+        **{f"O_{i}": slot[0].shape[1] if slot else 0 for i, slot in enumerate(slots)},
         BLOCK_T=block_t,
         BLOCK_I=block_i,
         BLOCK_O=block_o,
         STAGES=c["stages"],
         WHOLE=I == parts * share,
     )
-    return [y for y, O in zip(made, wide, strict=True) if O]
+    return [y for y, slot in zip(made, slots, strict=True) if slot]
