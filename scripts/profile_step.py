@@ -21,6 +21,19 @@ from bench_engine import add_arguments, engine, prepare
 
 BLOCKS = ("attention", "gated_delta", "moe", "mlp", "unembed", "sample")
 
+OF_OPS = {
+    "paged_attention": "attention",
+    "gated_delta": "gated_delta",
+    "router": "moe",
+    "expert_sort": "moe",
+    "expert_sum": "moe",
+    "grouped_mlp": "moe",
+    "linear": "linear",
+    "add_norm": "add_norm",
+}
+"""How names of our own kernels begin, which no scope comes with, and what they count as: blocks, or themselves where
+several blocks have them."""
+
 
 def blocks_of(programs: dict[Any, Any]) -> dict[str, str]:
     """Kernel name -> block, from the scopes in the compiled programs' metadata."""
@@ -53,7 +66,8 @@ def report(events: list, blocks: dict[str, str], iterations: int, wall_ms: float
         end = max(end, start + duration)
         op = str(stats.get("hlo_op", name))
         key = re.sub(r"[.\-]", "_", op)
-        block = blocks.get(key) or blocks.get(re.sub(r"[.\-]", "_", name)) or "other"
+        ours = next((block for op, block in OF_OPS.items() if name.startswith(op)), None)
+        block = ours or blocks.get(key) or blocks.get(re.sub(r"[.\-]", "_", name)) or "other"
         kind = f"{block}: {re.sub(r'[_.]?[0-9]+', '', name)[:60]}"
         by_block[block] += duration
         by_kernel[kind] += duration
