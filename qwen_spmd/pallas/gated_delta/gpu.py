@@ -53,9 +53,9 @@ def _decode(
     J, U, Z, C = (sizes[c] for c in "JUZC")
     # A value head in each program, less where that leaves processors without any.
     few = 2 * B * J < processors()
-    rule = {"block_z": 64, "warps": 4, "split": U // J, "prefetch": 0}
+    rule = {"block_z": 64, "warps": 4, "split": U // J, "prefetch": 0, "stages": 1}
     if few:
-        rule = {"block_z": 16, "warps": 1, "split": U // J * max(1, Z // 16), "prefetch": 1}
+        rule = {"block_z": 16, "warps": 1, "split": U // J * max(1, Z // 16), "prefetch": 1, "stages": 1}
     name = f"{rec.dtype.name} {J}/{U} heads of {sizes['Y']}x{Z}, {B} sequences"
     c = configs.choose("gated_delta", "decode", name, rule)
     block_z = min(Z, c["block_z"])
@@ -82,6 +82,7 @@ def _decode(
         SPLIT=split,
         BLOCK_Z=block_z,
         PREFETCH=bool(c["prefetch"]),
+        STAGES=c["stages"],
         **sizes,
     )
     if split > 1:

@@ -96,6 +96,7 @@ def decode(
     SPLIT: tl.constexpr,
     BLOCK_Z: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """A sequence's key head, or a SPLIT-th of its value heads' columns. o = S'^T q is read from the state before:
 
@@ -129,7 +130,7 @@ def decode(
     q = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + y, C, W)) * Y**-0.5
     k = normalise(convolve_one(qkv, conv_w, conv, row, read, fresh, channels + Y + y, C, W))
     kq = tl.sum(k * q, 0)
-    for i in range(TILES):
+    for i in tl.range(TILES, num_stages=STAGES):
         at = part * TILES + i
         v, z0 = at // (Z // BLOCK_Z), at % (Z // BLOCK_Z) * BLOCK_Z
         u = j * V + v
