@@ -121,7 +121,11 @@ def _unrolled(
     layer: Callable[..., tuple[tuple, tuple]], blocks: tuple[Block, ...], carry: tuple, cfg: ModelConfig
 ) -> tuple[tuple, tuple]:
     """One layer after the other: code for each, and no copy of a layer's weights out of a stack."""
-    layer, left, before = jax.jit(layer), [], dict.fromkeys(cfg.mixers, 0)  # jit: each kind is traced once
+    layer, left, before = (
+        jax.jit(layer),
+        [],
+        dict.fromkeys(cfg.mixers, 0),
+    )  # jit: a kind is traced once, the first layer apart
     for i in range(cfg.num_layers):
         run, l = cfg.place(i)
         mixer = cfg.runs[run].mixer

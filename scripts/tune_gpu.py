@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from bench_gpu import OPTIONS, ROWS, Row, beginning, ceilings, compiled, reason
 
@@ -25,7 +26,8 @@ from qwen_spmd.pallas.triton.configs import Config
 
 TILES = {"warps": (2, 4, 8), "stages": (1, 2, 3, 4, 5, 6)}
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
-    "gate_up": TILES
+    "gate_up": {"hopper": (0, 1)}
+    | TILES
     | {"block_r": (16, 32, 64, 128), "block_o": (64, 128, 256), "block_i": (64, 128), "swap": (0, 1)}
     | {"programs": (1, 2, 3), "flatten": (0, 1)},
     "down": TILES
@@ -70,14 +72,13 @@ def descend(
 
 def tune(row: Row, floor_us: float, write: bool, threads: int) -> None:
     loop = row.ours()["ours"]()
-    held, first = [beginning(loop)], functools.partial(loop.step, 0)
+    held, first = [jax.tree.map(jnp.copy, beginning(loop))], functools.partial(loop.step, 0)
     with configs.asked() as choices:
         jax.eval_shape(first, loop.carry, *loop.operands)
 
     def result(program: Callable[..., Any]) -> np.ndarray:
-        """The output, which comes before the pools: what skips work shows there."""
-        carry = held[0][0] if loop.pure else held[0]
-        return np.asarray(jax.tree.leaves(program(carry, *loop.operands))[0], np.float32)
+        """The output of the first call, which comes before the pools: what skips work shows there."""
+        return np.asarray(jax.tree.leaves(program(loop.carry, *loop.operands))[0], np.float32)
 
     for op, kernel, shape_class, start in {(c[0], c[1]): c for c in choices}.values():
         want: list[np.ndarray] = []
@@ -94,16 +95,17 @@ def tune(row: Row, floor_us: float, write: bool, threads: int) -> None:
             """Infinite for what cannot run, and for what computes something else than the config in force."""
             found = []
             with ThreadPoolExecutor(threads) as pool:
-                for config, made in zip(tried, pool.map(build, tried), strict=True):
-                    try:
-                        once, measure = made
-                        got = result(once)
-                        want[:] = want or [got]
-                        np.testing.assert_allclose(got, want[0], rtol=0, atol=0.02 * np.abs(want[0]).max())
-                        found.append(statistics.median(measure() for _ in range(4)))
-                    except Exception as e:
-                        print(f"  {config}: {made if isinstance(made, str) else reason(e)}")
-                        found.append(float("inf"))
+                built = list(pool.map(build, tried))  # nothing compiles while anything is timed
+            for config, made in zip(tried, built, strict=True):
+                try:
+                    once, measure = made
+                    got = result(once)
+                    want[:] = want or [got]
+                    np.testing.assert_allclose(got, want[0], rtol=0, atol=0.02 * np.abs(want[0]).max())
+                    found.append(statistics.median(measure() for _ in range(4)))
+                except Exception as e:
+                    print(f"  {config}: {made if isinstance(made, str) else reason(e)}")
+                    found.append(float("inf"))
             return found
 
         best, us, before = descend(start, SPACES[kernel], costs)

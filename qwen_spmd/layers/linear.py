@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""einsum of activations with weights: the one place that knows how a weight is stored and how products accumulate."""
+"""einsum of activations with weights, for what is no layer's projection (`pallas/linear`), and sums over `tp`."""
 
 from __future__ import annotations
 

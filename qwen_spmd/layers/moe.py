@@ -25,7 +25,10 @@ __all__ = ["Route", "Routing", "moe", "moe_sequences", "project", "route_on", "r
 
 @struct.dataclass
 class Routing:
-    """Each row's X experts and their weights (float32, largest first), and the float32 router logits they come from."""
+    """Each row's X experts and their weights (float32, largest first), and the float32 router logits they come from.
+
+    Padding rows have -1 for experts, and anything for weights.
+    """
 
     experts_TX: jax.Array
     gates_TX: jax.Array
@@ -39,7 +42,8 @@ gate [1]."""
 
 def project(p: Moe, l: jax.Array, x: jax.Array, impl: Impl) -> Projected:
     ws = [p.w_router[l]]
-    if p.shared is not None and p.w_shared_gate is not None:
+    if p.shared is not None:
+        assert p.w_shared_gate is not None
         ws += [p.shared.w_gate[l], p.shared.w_up[l], p.w_shared_gate[l][:, None]]
     return linear_parts(x, ws, dtype=jnp.float32, impl=impl)
 

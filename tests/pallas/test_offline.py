@@ -3,6 +3,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from qwen_spmd.pallas.add_norm import cases as add_norm
@@ -13,6 +15,7 @@ from qwen_spmd.pallas.grouped_mlp import cases as grouped_mlp
 from qwen_spmd.pallas.linear import cases as linear
 from qwen_spmd.pallas.paged_attention import cases as paged_attention
 from qwen_spmd.pallas.router import cases as router
+from qwen_spmd.pallas.triton import recorded
 from qwen_spmd.pallas.triton.offline import SHARED_LIMIT, compile_launch, launches
 
 MATRIX_UNIT = {90: "HGMMA", 100: "UTC"}
@@ -75,6 +78,17 @@ def test_full_size_kernels_compile(module, name, capability):
         if kernel.kernel in LARGE:
             used = kernel.matrix_instructions()
             assert any(i.startswith(MATRIX_UNIT[capability]) for i in used), (kernel.kernel, used)
+
+
+def test_products_of_rows_and_weights_of_two_dtypes_compile():
+    pytest.importorskip("triton")
+    ws = tuple(jax.ShapeDtypeStruct((256, width, 1), jnp.float32) for width in (64, 32))
+    w_back = jax.ShapeDtypeStruct((64, 1, 256), jnp.float32)
+    x = linear.Inputs(jax.ShapeDtypeStruct((8, 256), jnp.bfloat16), ws, w_back)
+    with recorded(90) as found:
+        jax.eval_shape(lambda x: linear.run(x, "gpu"), x)
+    assert len(found) == 3
+    assert all(compile_launch(launch, 90).spills == 0 for launch in found)
 
 
 BLOCK_SCALED = {

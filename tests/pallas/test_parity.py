@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from qwen_spmd.pallas import impl_for
 from qwen_spmd.pallas.add_norm import cases as add_norm
@@ -354,6 +356,9 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
 FORCED = [
     ("gated_delta", "Qwen3.5 16/48 heads", "decode", {"split": 2, "block_z": 16}),
     ("gated_delta", "bucket of 8, forks", "decode", {"split": 4, "block_z": 16}),
+    ("gated_delta", "bucket of 8, 5 live", "decode", {"split": 1, "block_z": 16, "prefetch": 0}),
+    ("linear", "few rows, bfloat16", "linear", {"block_o": 32, "block_i": 32}),
+    ("linear", "17 rows, odd widths", "parts", {"parts": 16}),
     ("paged_attention", "bucket of 8, 5 live, bfloat16", "decode", {"block_n": 16, "programs": 1, "pieces": 4}),
     ("grouped_mlp", "16 rows, bfloat16", "gate_up", {"swap": 0, "block_r": 64, "tma": 0}),
     ("grouped_mlp", "mxfp8, 48 rows", "down", {"block_o": 64, "block_i": 64, "tma": 0}),
@@ -370,6 +375,40 @@ def test_any_config_is_right(op, case, kernel, config):
     with interpreted(getattr(case, "capability", 90)), configs.force(op, kernel, config):
         got = jax.tree.map(np.array, OPS[op].cases.run(x, "gpu"))
     OPS[op].check(x, got, OPS[op].factor, "gpu")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("case", ["decode rows", "bucket of 8, 5 live"])
+@pytest.mark.skipif("gpu" in IMPLS, reason="the interpreter leaves triton unable to compile")
+def test_contexts_are_cut_anywhere(monkeypatch, case, count):
+    """With few processors, a share of the contexts has some of several heads and sequences."""
+    pytest.importorskip("triton")
+    from qwen_spmd.pallas.paged_attention import gpu
+
+    monkeypatch.setattr(gpu, "processors", lambda: count)
+    x = paged_attention.inputs(next(c for c in paged_attention.CASES if c.name == case))
+    with interpreted():
+        got = jax.tree.map(np.array, paged_attention.run(x, "gpu"))
+    check_paged_attention(x, got, OPS["paged_attention"].factor, "gpu")
+
+
+@pytest.mark.skipif("gpu" in IMPLS, reason="the interpreter leaves triton unable to compile")
+def test_results_vary_with_their_own_weights():
+    """Weights that are the same on all devices and sharded ones share a launch: shard_map holds both to their types."""
+    pytest.importorskip("triton")
+    from qwen_spmd.pallas.linear import linear
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    x, w = np.ones((2, 32), np.float32), np.arange(32 * 64, dtype=np.float32).reshape(32, 64)
+
+    def both(x, whole, share):
+        return linear(x, (whole, share), out_dtypes=[x.dtype] * 2, impl="gpu")
+
+    specs = P(), P(), P(None, "tp")
+    with interpreted():
+        run = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=specs[1:])
+        for y in jax.jit(run)(x, w, w):
+            np.testing.assert_allclose(y, x @ w)
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS.values() for name in op.matters])

@@ -15,9 +15,10 @@ __all__ = ["Gathered", "Term", "add_norm"]
 def add_norm(
     x_TD: jax.Array, terms: tuple[Term, ...], w_D: jax.Array, *, eps: float, zero_centred: bool, impl: Impl
 ) -> tuple[jax.Array, jax.Array]:
-    """(x + terms, its RMS norm), both [T, D] in x's dtype. A term is [S, T, D], a sum over S, or Gathered.
+    """(x + terms, its RMS norm), both [T, D] in x's dtype. A term is [S, T, D], a sum over S; one may be
+    Gathered, and two at most are not.
 
-    The sum is taken in float32, rounded once, and what was rounded is normalised (`layers/norm.py:rms_norm`).
+    The sum is taken in float32, rounded once, and what was rounded is normalised (`reference.rms_norm`).
     """
     match impl:
         case "reference":

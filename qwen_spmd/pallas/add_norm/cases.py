@@ -73,7 +73,6 @@ CASES = (
     Case("experts", 9, 64, (), expert_sum.Case("", 9, 10, share=0.3)),
     Case("experts and parts", 6, 100, (3, 1), expert_sum.Case("", 6, 3, width=100, share=0.7)),
     Case("not zero-centred", 4, 64, (2,), zero_centred=False),
-    Case("three terms", 2, 32, (1, 2, 1)),
     Case("many parts, bfloat16", 3, 1000, (8, 1), dtype="bfloat16"),
     Case("not zero-centred, bfloat16", 3, 256, (4,), zero_centred=False, dtype="bfloat16"),
     Case("Qwen3.5-35B-A3B", 64, 2048, (4,), expert_sum.Case("", 64, 8, 2048, dtype="bfloat16"), **_FULL),

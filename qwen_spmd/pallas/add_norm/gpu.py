@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from qwen_spmd.pallas.add_norm.reference import Gathered, Term
-from qwen_spmd.pallas.expert_sum.gpu import expert_sum, row_sum
+from qwen_spmd.pallas.expert_sum.gpu import row_sum
 from qwen_spmd.pallas.triton import ShapeDtypeStruct, launch
 
 
@@ -39,13 +39,9 @@ def add_and_normalise(x, term_0, term_1, y, pos, gates, w, total, norm, T: tl.co
 def add_norm(
     x_TD: jax.Array, terms: tuple[Term, ...], w_D: jax.Array, eps: float, zero_centred: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """At most one Gathered and two other terms in the launch itself."""
     gathered = [t for t in terms if isinstance(t, Gathered)]
     parts = [t for t in terms if not isinstance(t, Gathered)]
-    parts += [expert_sum(t.y_RD, t.pos_TX, t.gates_TX)[None] for t in gathered[1:]]
-    if len(parts) > 2:
-        more, _ = add_norm(x_TD, tuple(parts[2:]), w_D, eps, zero_centred)
-        return add_norm(more, (*gathered[:1], *parts[:2]), w_D, eps, zero_centred)
+    assert len(gathered) <= 1 and len(parts) <= 2, "no model adds more at once"
     T, D = x_TD.shape
     block = triton.next_power_of_2(D)
     same = ShapeDtypeStruct(x_TD.shape, x_TD.dtype)

@@ -150,24 +150,27 @@ def _launch(kernel: str, x: jax.Array, even: list[Product], odd: list[Product], 
     block_o = next((width for width in (128, 64, 32) if programs(width) >= processors() * 0.6), 16)
     if kernel == "parts":
         block_o = 64
-    rule = {"block_o": block_o, "block_i": 64, "warps": 4, "stages": 5, "parts": parts}
+    rule = {"block_o": block_o, "block_i": 64, "warps": 4, "stages": 5}
+    if kernel == "parts":
+        rule |= {"parts": parts}
     if block_o <= 64 and block_t <= 32:
         rule |= {"block_i": 128, "stages": 4}
     name = f"{x.dtype.name} {T} rows of {I} by {'+'.join(map(str, widths))}"
     c = configs.choose("linear", kernel, name, rule)
-    parts = c["parts"]
+    parts = c["parts"] if kernel == "parts" else 1
     fit = lambda size, block: min(block, max(16, triton.next_power_of_2(size)))  # noqa: E731
     block_o, block_i = fit(max(widths), c["block_o"]), fit(triton.cdiv(I, parts), c["block_i"])
     if x.dtype == jnp.float32:  # computed without the matrix unit
         block_o, block_i = min(32, block_o), 16
     share = triton.cdiv(triton.cdiv(I, parts), block_i) * block_i
-    # The kernel has parameters for all that there may be; an array that is not read stands for what is not.
+    # The kernel has parameters for all that there may be; a weight that is not read stands for what is not.
     slots = [*even, *[None] * (MOST - len(even)), *(odd or [None])]
+    ws = [slot[0] if slot else (even + odd)[0][0] for slot in slots]
     nothing = ShapeDtypeStruct((1,), jnp.float32)
     made = launch(
         few_rows,
         x,
-        *(slot[0] if slot else x for slot in slots),
+        *ws,
         out=tuple(
             ShapeDtypeStruct((parts, T, slot[0].shape[1]), jnp.dtype(slot[1])) if slot else nothing for slot in slots
         ),
@@ -182,5 +185,6 @@ def _launch(kernel: str, x: jax.Array, even: list[Product], odd: list[Product], 
         BLOCK_O=block_o,
         STAGES=c["stages"],
         WHOLE=I == parts * share,
+        vary=tuple((x, w) for w in ws),  # some are sharded and some are not
     )
     return [y for y, slot in zip(made, slots, strict=True) if slot]

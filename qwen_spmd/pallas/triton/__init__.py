@@ -70,6 +70,7 @@ def launch(
     warps: int = 4,
     stages: int = 3,
     options: dict[str, Any] | None = None,
+    vary: tuple[tuple[Any, ...], ...] | None = None,
     **constexprs: Any,
 ) -> tuple[jax.Array, ...]:
     """Run a `@triton.jit` or `@gluon.jit` kernel on arrays of this device; works within jit, scan and shard_map.
@@ -80,12 +81,15 @@ def launch(
 
     warps, stages  of Triton's pipeliner; `options` are further fields of triton's CUDAOptions, such as maxnreg
 
-    Outputs vary over every mesh axis that an operand varies over. They are not initialised.
+    vary  the operands that each output depends on; without it, on all. An output varies over the mesh axes that they
+          vary over
+
+    Outputs are not initialised.
     """
     arrays = [x.array if isinstance(x, Descriptor) else x for x in operands]
     run = _run.get()
     made = run(Launch(kernel, operands, out, alias or {}, grid, warps, stages, options or {}, constexprs))
-    return vary_like(tuple(made), *arrays)
+    return tuple(vary_like(y, *like) for y, like in zip(made, vary or [arrays] * len(out), strict=True))
 
 
 def capability() -> int:

@@ -119,7 +119,7 @@ def call(l: Launch, capability: int) -> tuple[jax.Array, ...]:
             kernel=l.kernel,
             out_type=tuple(l.out[i] for i in order),
             grid=l.grid,  # type: ignore[arg-type]
-            name=f"{l.kernel.__module__.split('.')[-2]}_{l.kernel.__name__}",  # of the op, for profiles
+            name="_".join([*l.kernel.__module__.split(".")[-2:-1], l.kernel.__name__]),  # the op's first, for profiles
             num_warps=l.warps,
             num_stages=l.stages,
             compute_capability=capability,
