@@ -47,3 +47,7 @@ def gated_delta(
             from qwen_spmd.pallas.gated_delta import gpu
 
             return gpu.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)
+        case "tpu":
+            from qwen_spmd.pallas.gated_delta import tpu
+
+            return tpu.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)
