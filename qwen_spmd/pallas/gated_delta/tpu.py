@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen_spmd.pallas.gated_delta.tpu_kernel import AHEAD, BUFFERS, Sizes, kernel
+from qwen_spmd.pallas.gated_delta.tpu_kernel import AHEAD, BUFFERS, Scratch, Sizes, kernel
 from qwen_spmd.state import Ragged
 
 BLOCK = 64
@@ -44,7 +44,6 @@ def gated_delta(
 
     everything = pl.BlockSpec(memory_space=pltpu.VMEM)
     pool = pl.BlockSpec(memory_space=pl.ANY)
-    f32 = functools.partial(pltpu.VMEM, dtype=jnp.float32)
     o_TUZ, conv, rec = pl.pallas_call(
         functools.partial(kernel, n),
         name="gated_delta",
@@ -57,13 +56,7 @@ def gated_delta(
                 pltpu.VMEM((BUFFERS, U, Y, Z), rec.dtype),
                 pltpu.VMEM((BUFFERS, n.W - 1, C), conv.dtype),
                 pltpu.SemaphoreType.DMA((2, 2, BUFFERS)),
-                f32(((n.W - 1 + n.c) * n.N, Y)),
-                f32((n.W * n.N, Y)),
-                f32((2, n.c, U)),
-                f32((n.N, Y)),
-                f32((2, U, Y)),
-                f32((2, n.J, Y)),
-                f32((U * n.P, Y)),
+                *Scratch.shapes(n),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((T, U, Z), qkv_TC.dtype), *(jax.typeof(x) for x in (conv, rec))],

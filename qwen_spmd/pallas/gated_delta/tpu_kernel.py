@@ -49,6 +49,45 @@ class Sizes:
         """Value heads of a key head."""
         return self.U // self.J
 
+    def tiles(self) -> list[tuple[int, int, int, int]]:
+        """(key head, value head, part, row of [U P]) of each square part of a state."""
+        return [(u // self.V, u, p, u * self.P + p) for u in range(self.U) for p in range(self.P)]
+
+
+DECAY, BETA, V, KQ, D, O = range(6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """float32 in VMEM.
+
+    xs        [c N, Y] the block's inputs
+    taps      [W N, Y] conv_w
+    gates     [2, c, U] log decay and write strength
+
+    of one token:
+    window    [W N, Y] its inputs and those before it
+    u         [N, Y] silu of its convolution
+    of_value  [6, U P, Y] decay, write strength, value, k . q, d and o
+    rows      [8 J, Y] three parts of k, and of q
+    products  [8 U P, Y] of rows and states
+    """
+
+    xs: Any
+    taps: Any
+    gates: Any
+    window: Any
+    u: Any
+    of_value: Any
+    rows: Any
+    products: Any
+
+    @staticmethod
+    def shapes(n: Sizes) -> list[Any]:
+        rows = (n.c * n.N, n.Y), (n.W * n.N, n.Y)
+        token = (n.W * n.N, n.Y), (n.N, n.Y), (6, n.U * n.P, n.Y), (8 * n.J, n.Y), (8 * n.U * n.P, n.Y)
+        return [pltpu.VMEM(shape, jnp.float32) for shape in (*rows, (2, n.c, n.U), *token)]
+
 
 def kernel(
     n: Sizes,
@@ -77,23 +116,13 @@ def kernel(
     states: Any,
     tails: Any,
     semaphores: Any,
-    xs: Any,
-    ws: Any,
-    gates: Any,
-    us: Any,
-    gate: Any,
-    qk: Any,
-    os: Any,
+    *scratch: Any,
 ) -> None:
     """x [c, C], b, a [c, U], conv_w [W, C], a_log, dt_bias [1, U], o [c, U, Z]; conv and rec are all layers' pools.
 
-    states    [BUFFERS, U, Y, Z] in rec's dtype, tails [BUFFERS, W-1, C] in conv's; computed where they are read to
-    xs        [(W-1 + c) N, Y] the block's inputs in float32, after the last W-1 of the block before
-    ws        [W N, Y] taps
-    gates     [2, c, U] log decay and write strength
-    us        [N, Y] one token after convolution and silu; qk [2, J, Y] normalised, os [U P, Y] its outputs
-    gate      [2, U, Y] decay and write strength of one token, the same in all lanes
+    states [BUFFERS, U, Y, Z] in rec's dtype and tails [BUFFERS, W-1, C] in conv's are computed where they are read to.
     """
+    scr = Scratch(*scratch)
     i = pl.program_id(0)
     s, lo, hi = seq_M[i], lo_M[i], hi_M[i]
     buffer = s % BUFFERS
@@ -123,12 +152,12 @@ def kernel(
         for seq in range(AHEAD):
             read_ahead(seq)
         for row in range(n.N):
-            ws[pl.ds(row, n.W, stride=n.N)] = conv_w[:, row * n.Y : (row + 1) * n.Y].astype(jnp.float32)
+            scr.taps[pl.ds(row, n.W, stride=n.N)] = conv_w[:, row * n.Y : (row + 1) * n.Y].astype(jnp.float32)
 
     @pl.when((i == 0) | (block_M[i] != block_M[jnp.maximum(i - 1, 0)]))
     def _() -> None:
         o[...] = jnp.zeros_like(o)
-        take_block(n, x, b, a, a_log, dt_bias, xs, gates)
+        take_block(n, x, b, a, a_log, dt_bias, scr)
 
     @pl.when(first_M[i] != 0)
     def _() -> None:
@@ -145,23 +174,14 @@ def kernel(
             for copy in copies(s, 0):
                 copy.wait()
 
-        @pl.when(live_B[s] != 0)
-        def _() -> None:
-            # In the place of the rows before: their sequences have been computed.
-            for row in range(n.N):
-                tail = tails[buffer, :, row * n.Y : (row + 1) * n.Y]
-                xs[pl.ds(lo * n.N + row, n.W - 1, stride=n.N)] = tail.astype(jnp.float32)
-
     def token(t: Any, _: None) -> None:
-        one_token(n, t, xs, ws, gates, us, gate, qk, os, states.at[buffer], o)
+        x_NY = scr.xs[pl.ds(pl.multiple_of(t * n.N, n.N), n.N)]
+        one_token(n, t, x_NY, scr, states.at[buffer], tails.at[buffer], o)
 
     lax.fori_loop(lo, hi, token, None)
 
     @pl.when((last_M[i] != 0) & (live_B[s] != 0))
     def _() -> None:
-        for row in range(n.N):
-            tail = xs[pl.ds(hi * n.N + row, n.W - 1, stride=n.N)]
-            tails[buffer, :, row * n.Y : (row + 1) * n.Y] = tail.astype(tails.dtype)
         for copy in copies(s, 1):
             copy.start()
 
@@ -171,22 +191,20 @@ def kernel(
             written(seq)
 
 
-def take_block(n: Sizes, x: Any, b: Any, a: Any, a_log: Any, dt_bias: Any, xs: Any, gates: Any) -> None:
+def take_block(n: Sizes, x: Any, b: Any, a: Any, a_log: Any, dt_bias: Any, s: Scratch) -> None:
     """A new block's inputs and gates."""
-    kept = (n.W - 1) * n.N
-    xs[:kept] = xs[n.c * n.N :]
     size = 8 if n.c % 8 == 0 else n.c
 
     def some(r: Any, _: None) -> None:
         for row in range(n.N):
             part = x[pl.ds(pl.multiple_of(r * size, size), size), row * n.Y : (row + 1) * n.Y]
-            xs[pl.ds(kept + r * size * n.N + row, size, stride=n.N)] = part.astype(jnp.float32)
+            s.xs[pl.ds(r * size * n.N + row, size, stride=n.N)] = part.astype(jnp.float32)
 
     lax.fori_loop(0, n.c // size, some, None)
     z = a[...].astype(jnp.float32) + dt_bias[...]
     softplus = jnp.maximum(z, 0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
-    gates[0] = -jnp.exp(a_log[...].astype(jnp.float32)) * softplus
-    gates[1] = sigmoid(b[...].astype(jnp.float32))
+    s.gates[DECAY] = -jnp.exp(a_log[...].astype(jnp.float32)) * softplus
+    s.gates[BETA] = sigmoid(b[...].astype(jnp.float32))
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
@@ -197,63 +215,72 @@ def normalise(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
-def one_token(
-    n: Sizes, t: Any, xs: Any, ws: Any, gates: Any, us: Any, gate: Any, qk: Any, os: Any, state: Any, o: Any
-) -> None:
-    """Row t of the block. `state` [U, Y, Z] moves on by a token, rounded to its dtype.
+def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any, o: Any) -> None:
+    """Row t of the block, x [N, Y]. `state` [U, Y, Z] and `tail` [W-1, C] move on by a token, in their dtypes: a window
+    of several tokens leaves what as many steps of one leave.
 
     o = S'^T q with S' = e^g S + k d^T is read from the state before: e^g S^T q + (k . q) d.
     """
-    Y, P = n.Y, n.P
-    u = sum(xs[pl.ds((t + w) * n.N, n.N)] * ws[w * n.N : (w + 1) * n.N] for w in range(n.W))
-    us[...] = u * sigmoid(u)
-    per_key = n.N // n.J
-    qk[0] = normalise(us[pl.ds(0, n.J, stride=per_key)]) * Y**-0.5
-    qk[1] = k_JY = normalise(us[pl.ds(1, n.J, stride=per_key)])
-    k_YJ, q_YJ = k_JY.T, None if state.dtype == jnp.bfloat16 else qk[0].T
+    Y, P, J, VP = n.Y, n.P, n.J, n.V * n.P
+    for row in range(n.N):
+        s.window[pl.ds(row, n.W - 1, stride=n.N)] = tail[:, row * Y : (row + 1) * Y].astype(jnp.float32)
+    s.window[(n.W - 1) * n.N :] = x
+    for row in range(n.N):
+        tail[:, row * Y : (row + 1) * Y] = s.window[pl.ds(n.N + row, n.W - 1, stride=n.N)].astype(tail.dtype)
+    u = sum(s.window[w * n.N : (w + 1) * n.N] * s.taps[w * n.N : (w + 1) * n.N] for w in range(n.W))
+    s.u[...] = u * sigmoid(u)
+    per_key = n.N // J
+    q = normalise(s.u[pl.ds(0, J, stride=per_key)]) * Y**-0.5
+    k = normalise(s.u[pl.ds(1, J, stride=per_key)])
+    kq = jnp.broadcast_to(jnp.sum(k * q, -1, keepdims=True), (J, Y))
+    for m in range(VP):
+        s.of_value[V, pl.ds(m, J, stride=VP)] = s.u[pl.ds(2 + m, J, stride=per_key)]
+        s.of_value[KQ, pl.ds(m, J, stride=VP)] = kq
     diagonal = lax.broadcasted_iota(jnp.int32, (n.U, n.U), 0) == lax.broadcasted_iota(jnp.int32, (n.U, n.U), 1)
-    for which, f in enumerate((jnp.exp, lambda beta: beta)):
-        row = f(gates[which, pl.ds(t, 1)])
-        column = jnp.sum(jnp.where(diagonal, row, 0), -1, keepdims=True)
-        gate[which] = jnp.broadcast_to(column, (n.U, Y))
-
-    def every_row(ref: Any, *at: int) -> jax.Array:
-        """[8, Y] of a row."""
-        return jnp.broadcast_to(ref[*at[:-1], pl.ds(at[-1], 1)], (8, Y))
-
-    for j in range(n.J):
-        q, k = every_row(qk, 0, j), every_row(qk, 1, j)
-        k_Y1 = k_YJ[:, j : j + 1]
-        kq = jnp.sum(k * q, -1, keepdims=True)
-        tiles = [(u, p) for u in range(j * n.V, (j + 1) * n.V) for p in range(P)]
-        before = [state[u, :, p * Y : (p + 1) * Y] for u, p in tiles]
-        if q_YJ is None:
-            products = multiply(q, k, before)
-        else:
-            columns = k_Y1, q_YJ[:, j : j + 1]
-            products = [[jnp.sum(S.astype(jnp.float32) * c, 0, keepdims=True) for c in columns] for S in before]
-        for m, ((u, p), S, (kS, qS)) in enumerate(zip(tiles, before, products)):
-            decay, beta, v = every_row(gate, 0, u), every_row(gate, 1, u), every_row(us, j * per_key + 2 + m)
-            d = beta * (v - decay * kS)
-            os[u * P + p : u * P + p + 1] = (decay * qS + kq * d)[:1]
-            after = decay[:1] * S.astype(jnp.float32) + k_Y1 * d[:1]
-            state[u, :, p * Y : (p + 1) * Y] = after.astype(state.dtype)
+    for which, f in ((DECAY, jnp.exp), (BETA, lambda beta: beta)):
+        column = jnp.sum(jnp.where(diagonal, f(s.gates[which, pl.ds(t, 1)]), 0), -1, keepdims=True)
+        for p in range(P):
+            s.of_value[which, pl.ds(p, n.U, stride=P)] = jnp.broadcast_to(column, (n.U, Y))
+    k_YJ = k.T
+    multiply = multiply_bfloat16 if state.dtype == jnp.bfloat16 else multiply_float32
+    kS, qS = multiply(n, q, k, s, state)
+    decay, beta, v, kq = (s.of_value[which] for which in (DECAY, BETA, V, KQ))
+    d = beta * (v - decay * kS)
+    s.of_value[D] = d
+    s.of_value[O] = decay * qS + kq * d
     for p in range(P):
-        o[t, :, p * Y : (p + 1) * Y] = os[pl.ds(p, n.U, stride=P)].astype(o.dtype)
+        o[t, :, p * Y : (p + 1) * Y] = s.of_value[O, pl.ds(p, n.U, stride=P)].astype(o.dtype)
+    for j, u, p, at in n.tiles():
+        columns = slice(p * Y, (p + 1) * Y)
+        decay, d = s.of_value[DECAY, at : at + 1], s.of_value[D, at : at + 1]
+        after = decay * state[u, :, columns].astype(jnp.float32) + k_YJ[:, j : j + 1] * d
+        state[u, :, columns] = after.astype(state.dtype)
 
 
-def multiply(q: jax.Array, k: jax.Array, states: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    """(S^T k, S^T q) of bfloat16 states [Y, Y], all rows alike as in q and k [8, Y], float32.
+def multiply_float32(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> tuple[jax.Array, jax.Array]:
+    """(S^T k, S^T q) [U P, Y] of float32 states; q and k [J, Y]."""
+    columns = k.T, q.T
+    for j, u, p, at in n.tiles():
+        S = state[u, :, p * n.Y : (p + 1) * n.Y]
+        for r, x in enumerate(columns):
+            s.products[8 * at + r : 8 * at + r + 1] = jnp.sum(S * x[:, j : j + 1], 0, keepdims=True)
+    kS, qS = (s.products[pl.ds(r, n.U * n.P, stride=8)] for r in (0, 1))
+    return kS, qS
 
-    To the matrix unit such a state is exact, and so is a float32 vector as the sum of three of its bfloat16 rows.
-    """
-    Y = k.shape[1]
-    rows = [jnp.concatenate(pair) for pair in zip(split(k), split(q))]
-    products = jnp.dot(
-        jnp.concatenate(rows).astype(jnp.bfloat16), jnp.concatenate(states, 1), preferred_element_type=jnp.float32
-    )
-    kS, qS = (products[at : at + 8] + products[at + 16 : at + 24] + products[at + 32 : at + 40] for at in (0, 8))
-    return [(kS[:, m * Y : (m + 1) * Y], qS[:, m * Y : (m + 1) * Y]) for m in range(len(states))]
+
+def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> tuple[jax.Array, jax.Array]:
+    """The same of bfloat16 states, which are exact in the matrix unit. So is a float32 vector in three rows."""
+    Y, VP = n.Y, n.V * n.P
+    for r, part in enumerate((*split(k), *split(q), jnp.zeros_like(k), jnp.zeros_like(k))):
+        s.rows[pl.ds(r, n.J, stride=8)] = part
+    for j in range(n.J):
+        states = jnp.concatenate([state[u] for u in range(j * n.V, (j + 1) * n.V)], 1)
+        rows = s.rows[8 * j : 8 * j + 8].astype(jnp.bfloat16)
+        products = jnp.dot(rows, states, preferred_element_type=jnp.float32)
+        for m in range(VP):
+            s.products[8 * (j * VP + m) : 8 * (j * VP + m + 1)] = products[:, m * Y : (m + 1) * Y]
+    kS, qS = (sum(s.products[pl.ds(r + i, n.U * n.P, stride=8)] for i in range(3)) for r in (0, 3))
+    return kS, qS
 
 
 def split(x: jax.Array) -> list[jax.Array]:
