@@ -9,6 +9,7 @@ are a strided load.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,11 @@ from jax.experimental.pallas import tpu as pltpu
 BUFFERS = 4
 AHEAD = 2
 """A state is read while the two sequences before it are computed, and may take two more to be written."""
+
+
+KEY_HEADS = 4
+"""Of which states are read and written together."""
+Heads = range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +55,16 @@ class Sizes:
         """Value heads of a key head."""
         return self.U // self.J
 
-    def tiles(self) -> list[tuple[int, int, int, int]]:
-        """(key head, value head, part, row of [U P]) of each square part of a state."""
-        return [(u // self.V, u, p, u * self.P + p) for u in range(self.U) for p in range(self.P)]
+    def groups(self, size: int) -> list[Heads]:
+        return [range(j, min(j + size, self.J)) for j in range(0, self.J, size)]
+
+    def tiles(self, heads: Heads) -> list[tuple[int, int, int, int]]:
+        """(key head, value head, part, row of [U P]) of each square part of the states of some key heads."""
+        us = range(heads[0] * self.V, (heads[-1] + 1) * self.V)
+        return [(u // self.V, u, p, u * self.P + p) for u in us for p in range(self.P)]
 
 
-DECAY, BETA, V, KQ, D, O = range(6)
+DECAY, BETA, V, KQ, KS, QS, D, O = range(8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Scratch:
     of one token:
     window    [W N, Y] its inputs and those before it
     u         [N, Y] silu of its convolution
-    of_value  [6, U P, Y] decay, write strength, value, k . q, d and o
+    of_value  [8, U P, Y] decay, write strength, value, k . q, S^T k, S^T q, d and o
     rows      [8 J, Y] three parts of k, and of q
     products  [8 U P, Y] of rows and states
     """
@@ -85,7 +95,7 @@ class Scratch:
     @staticmethod
     def shapes(n: Sizes) -> list[Any]:
         rows = (n.c * n.N, n.Y), (n.W * n.N, n.Y)
-        token = (n.W * n.N, n.Y), (n.N, n.Y), (6, n.U * n.P, n.Y), (8 * n.J, n.Y), (8 * n.U * n.P, n.Y)
+        token = (n.W * n.N, n.Y), (n.N, n.Y), (8, n.U * n.P, n.Y), (8 * n.J, n.Y), (8 * n.U * n.P, n.Y)
         return [pltpu.VMEM(shape, jnp.float32) for shape in (*rows, (2, n.c, n.U), *token)]
 
 
@@ -243,44 +253,66 @@ def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any,
             s.of_value[which, pl.ds(p, n.U, stride=P)] = jnp.broadcast_to(column, (n.U, Y))
     k_YJ = k.T
     multiply = multiply_bfloat16 if state.dtype == jnp.bfloat16 else multiply_float32
-    kS, qS = multiply(n, q, k, s, state)
-    decay, beta, v, kq = (s.of_value[which] for which in (DECAY, BETA, V, KQ))
-    d = beta * (v - decay * kS)
-    s.of_value[D] = d
-    s.of_value[O] = decay * qS + kq * d
+    groups = n.groups(KEY_HEADS)
+    some = multiply(n, q, k, s, state)
+    some(groups[0])
+    for here, following in zip(groups, [*groups[1:], ()]):
+        if following:  # the matrix unit's work goes on while these states are written
+            some(following)
+        at = slice(here[0] * VP, (here[-1] + 1) * VP)
+        decay, beta, v, kq, kS, qS = (s.of_value[which, at] for which in (DECAY, BETA, V, KQ, KS, QS))
+        d = beta * (v - decay * kS)
+        s.of_value[D, at] = d
+        s.of_value[O, at] = decay * qS + kq * d
+        for j, u, p, at in n.tiles(here):
+            columns = slice(p * Y, (p + 1) * Y)
+            decay, d = s.of_value[DECAY, at : at + 1], s.of_value[D, at : at + 1]
+            after = decay * state[u, :, columns].astype(jnp.float32) + k_YJ[:, j : j + 1] * d
+            state[u, :, columns] = after.astype(state.dtype)
     for p in range(P):
         o[t, :, p * Y : (p + 1) * Y] = s.of_value[O, pl.ds(p, n.U, stride=P)].astype(o.dtype)
-    for j, u, p, at in n.tiles():
-        columns = slice(p * Y, (p + 1) * Y)
-        decay, d = s.of_value[DECAY, at : at + 1], s.of_value[D, at : at + 1]
-        after = decay * state[u, :, columns].astype(jnp.float32) + k_YJ[:, j : j + 1] * d
-        state[u, :, columns] = after.astype(state.dtype)
 
 
-def multiply_float32(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> tuple[jax.Array, jax.Array]:
-    """(S^T k, S^T q) [U P, Y] of float32 states; q and k [J, Y]."""
-    columns = k.T, q.T
-    for j, u, p, at in n.tiles():
-        S = state[u, :, p * n.Y : (p + 1) * n.Y]
-        for r, x in enumerate(columns):
-            s.products[8 * at + r : 8 * at + r + 1] = jnp.sum(S * x[:, j : j + 1], 0, keepdims=True)
-    kS, qS = (s.products[pl.ds(r, n.U * n.P, stride=8)] for r in (0, 1))
-    return kS, qS
+def multiply_float32(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> Callable[[Heads], None]:
+    """What puts S^T k and S^T q of some key heads' float32 states into `s.of_value`; q and k [J, Y]."""
+    of_key = (KS, k.T), (QS, q.T)
+
+    def some(heads: Heads) -> None:
+        for j, u, p, at in n.tiles(heads):
+            S = state[u, :, p * n.Y : (p + 1) * n.Y]
+            for which, x in of_key:
+                s.of_value[which, at : at + 1] = jnp.sum(S * x[:, j : j + 1], 0, keepdims=True)
+
+    return some
 
 
-def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> tuple[jax.Array, jax.Array]:
-    """The same of bfloat16 states, which are exact in the matrix unit. So is a float32 vector in three rows."""
+def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> Callable[[Heads], None]:
+    """The same of bfloat16 states, which are exact in the matrix unit. So is a float32 vector in three rows.
+
+    Two key heads share a product, with zeros in each one's rows where the other's states are: 256 rows fill the unit.
+    """
     Y, VP = n.Y, n.V * n.P
     for r, part in enumerate((*split(k), *split(q), jnp.zeros_like(k), jnp.zeros_like(k))):
         s.rows[pl.ds(r, n.J, stride=8)] = part
-    for j in range(n.J):
-        states = jnp.concatenate([state[u] for u in range(j * n.V, (j + 1) * n.V)], 1)
-        rows = s.rows[8 * j : 8 * j + 8].astype(jnp.bfloat16)
-        products = jnp.dot(rows, states, preferred_element_type=jnp.float32)
-        for m in range(VP):
-            s.products[8 * (j * VP + m) : 8 * (j * VP + m + 1)] = products[:, m * Y : (m + 1) * Y]
-    kS, qS = (sum(s.products[pl.ds(r + i, n.U * n.P, stride=8)] for i in range(3)) for r in (0, 3))
-    return kS, qS
+
+    def some(heads: Heads) -> None:
+        for pair in (heads[i : i + 2] for i in range(0, len(heads), 2)):
+            own = [s.rows[8 * j : 8 * j + 8] for j in pair]
+            rows = [jnp.concatenate([x if x is y else jnp.zeros_like(x) for y in own], 1) for x in own]
+            states = [jnp.concatenate([state[j * n.V + v] for v in range(n.V)], 1) for j in pair]
+            products = jnp.dot(
+                jnp.concatenate(rows).astype(jnp.bfloat16), jnp.concatenate(states), preferred_element_type=jnp.float32
+            )
+            for i, j in enumerate(pair):
+                for m in range(VP):
+                    tile = products[8 * i : 8 * i + 8, m * Y : (m + 1) * Y]
+                    s.products[8 * (j * VP + m) : 8 * (j * VP + m + 1)] = tile
+        first, size = heads[0] * VP, len(heads) * VP
+        for r, which in ((0, KS), (3, QS)):
+            parts = [s.products[pl.ds(8 * first + r + i, size, stride=8)] for i in range(3)]
+            s.of_value[which, first : first + size] = parts[0] + parts[1] + parts[2]
+
+    return some
 
 
 def split(x: jax.Array) -> list[jax.Array]:
