@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwen_spmd.pallas.gated_delta.tpu_kernel import AHEAD, BUFFERS, Scratch, Sizes, kernel
+from qwen_spmd.pallas.gated_delta.tpu_chunk import Chunk
+from qwen_spmd.pallas.gated_delta.tpu_kernel import AHEAD, BUFFERS, WINDOW, kernel
+from qwen_spmd.pallas.gated_delta.tpu_pieces import Scratch, Sizes
 from qwen_spmd.state import Ragged
 
 BLOCK = 64
@@ -34,7 +36,9 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     T, C = qkv_TC.shape
     _, _, U, Y, Z = rec.shape
-    n = Sizes(c=min(BLOCK, T), C=C, W=len(conv_w_WC), J=(C - U * Z) // (2 * Y), U=U, Y=Y, Z=Z, B=len(rows.kv_len_B))
+    J, c = (C - U * Z) // (2 * Y), min(BLOCK, T)
+    chunks = not rows.one_token and c > WINDOW
+    n = Sizes(c=c, C=C, W=len(conv_w_WC), J=J, U=U, Y=Y, Z=Z, B=len(rows.kv_len_B), chunks=chunks)
     if Z % Y:
         raise ValueError(f"heads of {Y}x{Z}: values are taken in parts as long as keys")
     steps = work(rows, n.c)
@@ -57,6 +61,7 @@ def gated_delta(
                 pltpu.VMEM((BUFFERS, n.W - 1, C), conv.dtype),
                 pltpu.SemaphoreType.DMA((2, 2, BUFFERS)),
                 *Scratch.shapes(n),
+                *(Chunk.shapes(n) if chunks else ()),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((T, U, Z), qkv_TC.dtype), *(jax.typeof(x) for x in (conv, rec))],

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet on a TPU, a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from qwen_spmd.pallas.gated_delta.tpu_pieces import (
+    BETA,
+    DECAY,
+    KQ,
+    KS,
+    QS,
+    D,
+    Heads,
+    O,
+    Scratch,
+    Sizes,
+    V,
+    normalise,
+    put_tail,
+    sigmoid,
+    split,
+    take_tail,
+)
+
+KEY_HEADS = 4
+"""Of which states are read and written together."""
+
+
+def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any, o: Any) -> None:
+    """Row t of the block, x [N, Y]. `state` [U, Y, Z] and `tail` [W-1, C] move on by a token, in their dtypes: a window
+    of several tokens leaves what as many steps of one leave.
+
+    o = S'^T q with S' = e^g S + k d^T is read from the state before: e^g S^T q + (k . q) d.
+    """
+    Y, P, J, VP = n.Y, n.P, n.J, n.V * n.P
+    take_tail(n, tail, s.window, 0)
+    s.window[(n.W - 1) * n.N :] = x
+    put_tail(n, s.window, n.N, tail)
+    u = sum(s.window[w * n.N : (w + 1) * n.N] * s.taps[w * n.N : (w + 1) * n.N] for w in range(n.W))
+    s.u[...] = u * sigmoid(u)
+    per_key = n.N // J
+    q = normalise(s.u[pl.ds(0, J, stride=per_key)]) * Y**-0.5
+    k = normalise(s.u[pl.ds(1, J, stride=per_key)])
+    kq = jnp.broadcast_to(jnp.sum(k * q, -1, keepdims=True), (J, Y))
+    for m in range(VP):
+        s.of_value[V, pl.ds(m, J, stride=VP)] = s.u[pl.ds(2 + m, J, stride=per_key)]
+        s.of_value[KQ, pl.ds(m, J, stride=VP)] = kq
+    diagonal = lax.broadcasted_iota(jnp.int32, (n.U, n.U), 0) == lax.broadcasted_iota(jnp.int32, (n.U, n.U), 1)
+    for which, f in ((DECAY, jnp.exp), (BETA, lambda beta: beta)):
+        column = jnp.sum(jnp.where(diagonal, f(s.gates[which, pl.ds(t, 1)]), 0), -1, keepdims=True)
+        for p in range(P):
+            s.of_value[which, pl.ds(p, n.U, stride=P)] = jnp.broadcast_to(column, (n.U, Y))
+    k_YJ = k.T
+    multiply = multiply_bfloat16 if state.dtype == jnp.bfloat16 else multiply_float32
+    groups = n.groups(KEY_HEADS)
+    some = multiply(n, q, k, s, state)
+    some(groups[0])
+    for here, following in zip(groups, [*groups[1:], ()]):
+        if following:  # the matrix unit's work goes on while these states are written
+            some(following)
+        at = slice(here[0] * VP, (here[-1] + 1) * VP)
+        decay, beta, v, kq, kS, qS = (s.of_value[which, at] for which in (DECAY, BETA, V, KQ, KS, QS))
+        d = beta * (v - decay * kS)
+        s.of_value[D, at] = d
+        s.of_value[O, at] = decay * qS + kq * d
+        for j, u, p, at in n.tiles(here):
+            columns = slice(p * Y, (p + 1) * Y)
+            decay, d = s.of_value[DECAY, at : at + 1], s.of_value[D, at : at + 1]
+            after = decay * state[u, :, columns].astype(jnp.float32) + k_YJ[:, j : j + 1] * d
+            state[u, :, columns] = after.astype(state.dtype)
+    for p in range(P):
+        o[t, :, p * Y : (p + 1) * Y] = s.of_value[O, pl.ds(p, n.U, stride=P)].astype(o.dtype)
+
+
+def multiply_float32(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> Callable[[Heads], None]:
+    """What puts S^T k and S^T q of some key heads' float32 states into `s.of_value`; q and k [J, Y]."""
+    of_key = (KS, k.T), (QS, q.T)
+
+    def some(heads: Heads) -> None:
+        for j, u, p, at in n.tiles(heads):
+            S = state[u, :, p * n.Y : (p + 1) * n.Y]
+            for which, x in of_key:
+                s.of_value[which, at : at + 1] = jnp.sum(S * x[:, j : j + 1], 0, keepdims=True)
+
+    return some
+
+
+def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> Callable[[Heads], None]:
+    """The same of bfloat16 states, which are exact in the matrix unit. So is a float32 vector in three rows.
+
+    Two key heads share a product, with zeros in each one's rows where the other's states are: 256 rows fill the unit.
+    """
+    Y, VP = n.Y, n.V * n.P
+    for r, part in enumerate((*split(k), *split(q), jnp.zeros_like(k), jnp.zeros_like(k))):
+        s.rows[pl.ds(r, n.J, stride=8)] = part
+
+    def some(heads: Heads) -> None:
+        for pair in (heads[i : i + 2] for i in range(0, len(heads), 2)):
+            own = [s.rows[8 * j : 8 * j + 8] for j in pair]
+            rows = [jnp.concatenate([x if x is y else jnp.zeros_like(x) for y in own], 1) for x in own]
+            states = [jnp.concatenate([state[j * n.V + v] for v in range(n.V)], 1) for j in pair]
+            products = jnp.dot(
+                jnp.concatenate(rows).astype(jnp.bfloat16), jnp.concatenate(states), preferred_element_type=jnp.float32
+            )
+            for i, j in enumerate(pair):
+                for m in range(VP):
+                    tile = products[8 * i : 8 * i + 8, m * Y : (m + 1) * Y]
+                    s.products[8 * (j * VP + m) : 8 * (j * VP + m + 1)] = tile
+        first, size = heads[0] * VP, len(heads) * VP
+        for r, which in ((0, KS), (3, QS)):
+            parts = [s.products[pl.ds(8 * first + r + i, size, stride=8)] for i in range(3)]
+            s.of_value[which, first : first + size] = parts[0] + parts[1] + parts[2]
+
+    return some
