@@ -13,7 +13,7 @@ Impl = Literal["reference", "gpu", "tpu"]
 
 
 def impl_for(device: Any) -> Impl:
-    """The implementation that a device of this platform runs: on TPUs the reference, until all ops have kernels there."""
+    """The implementation that a device of this platform runs. On a TPU the reference, until every op has a kernel."""
     if device.platform not in ("gpu", "cuda"):
         return "reference"
     capability = str(getattr(device, "compute_capability", "9.0"))  # described devices may not say

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from qwen_spmd.pallas import impl_for
 from qwen_spmd.pallas.add_norm import cases as add_norm
@@ -123,8 +124,8 @@ def check_gated_delta(x: gated_delta.Inputs, got, factor, impl):
     close(got_o, o_TUZ, factor, Y)
     got_conv[l, 0] = conv[l, 0]
     same_bits(got_conv, conv)
-    # On a GPU, products of 16-bit inputs have operands of 16 bits; the reference's are float32.
-    kept = x.qkv_TC.dtype if impl == "gpu" else x.rec.dtype
+    # On GPUs and TPUs, products of 16-bit inputs have operands of 16 bits; the reference's are float32.
+    kept = x.qkv_TC.dtype if impl != "reference" else x.rec.dtype
     for slot, S in rec.items():
         close(got_rec[l, slot], S, factor, Y, max(x.rec.dtype, kept, key=lambda d: jnp.finfo(d).eps))
     touched = [0, *rec]
@@ -250,6 +251,8 @@ class Op(NamedTuple):
     """Inputs of which no element that is not NaN may change by one per cent without failing the comparison."""
     interpreted: tuple[str, ...] = ()
     """Cases for which the GPU's kernels are interpreted in every run of the tests; `slow` has the others."""
+    interpreted_tpu: tuple[str, ...] = ()
+    """The same of the TPU's."""
 
 
 OPS = {
@@ -273,6 +276,7 @@ OPS = {
         3,
         ("qkv_TC", "b_TU", "a_TU", "dt_bias_U", "conv", "rec"),
         interpreted=("chunk edges", "mixed, bfloat16", "forks of one snapshot", "bucket of 8, forks"),
+        interpreted_tpu=("mixed, bfloat16", "bucket of 8, forks", "bucket of 8, bfloat16 state"),
     ),
     "few_rows_mlp": Op(few_rows_mlp, check_few_rows_mlp, 3, ("x_TD", "gates_TE", "w_gate", "w_up", "w_down")),
     "grouped_mlp": Op(
@@ -333,15 +337,23 @@ def test_parity(op, case, impl):
     op.check(x, run(op.cases, impl, x), op.factor, impl)
 
 
-def interpreted_cases():
+def interpreted_cases(names):
     for name, op in OPS.items():
         for case in op.cases.CASES:
-            if op.interpreted and not case.full:
-                marks = () if case.name in op.interpreted else pytest.mark.slow
+            if names(op) and not case.full:
+                marks = () if case.name in names(op) else pytest.mark.slow
                 yield pytest.param(op, case, id=f"{name}: {case.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("op", "case"), list(interpreted_cases()))
+@pytest.mark.parametrize(("op", "case"), list(interpreted_cases(lambda op: op.interpreted_tpu)))
+def test_parity_of_interpreted_tpu_kernels(op, case):
+    x = op.cases.inputs(case)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        got = jax.tree.map(np.array, op.cases.run(x, "tpu"))
+    op.check(x, got, op.factor, "tpu")
+
+
+@pytest.mark.parametrize(("op", "case"), list(interpreted_cases(lambda op: op.interpreted)))
 @pytest.mark.skipif("gpu" in IMPLS, reason="the interpreter leaves triton unable to compile")
 def test_parity_of_interpreted_gpu_kernels(op, case):
     pytest.importorskip("triton")

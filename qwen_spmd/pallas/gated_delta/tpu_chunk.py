@@ -37,7 +37,7 @@ class Chunk:
     """float32 in VMEM, of one chunk.
 
     packs   [2, U / w, c, w c] log decay and write strength of each row, in all columns of its head's matrix
-    decays  [2, U, c, Y] decay from the chunk's start up to each row, and from behind it to the end; the same in all lanes
+    decays  [2, U, c, Y] decay from the chunk's start up to each row, and from there to the end; the same in all lanes
     o       [c U P, Y] outputs
     """
 
@@ -88,7 +88,7 @@ def spread_gates(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk) -> None:
     i, k = iota((n.c, n.c), 0), iota((n.c, n.c), 1)
     w = heads_in_pack(n)
     head = iota((n.c, w * n.c), 1) // n.c
-    # Sums of what lies in each range, not differences of cumulated sums, which lose what is small beside a strong decay.
+    # Sums of each range, not differences of cumulated sums: those lose what is small beside a strong decay.
     for which, within in ((FROM_START, k <= i), (TO_END, k > i)):
         decay = jnp.exp(exact_sum(within, g))
         for u in range(n.U):
@@ -128,7 +128,7 @@ def of_key_head(n: Sizes, j: Any, lo: Any, hi: Any, s: Scratch, m: Chunk, state:
     scores = dot(jnp.concatenate([q, k]), k, (1, 1))
     qk, kk = (jnp.concatenate([x] * w, 1) for x in (scores[:c], scores[c:]))
     i, lane = iota((c, w * c), 0), iota((c, w * c), 1)
-    before, head = lane % c, lane // c
+    before = lane % c
 
     def beside(x: jax.Array) -> jax.Array:
         """[c, w ..] of w heads -> block diagonal [w c, w ..]."""
