@@ -9,6 +9,7 @@ lanes, a pack.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -29,27 +30,28 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     take_tail,
 )
 
-FROM_START, TO_END = range(2)
+KEY_HEADS = 2
+"""Computed at the same time: one's products go on while another waits for its own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """float32 in VMEM, of one chunk.
 
-    packs   [2, U / w, c, w c] log decay and write strength of each row, in all columns of its head's matrix
-    decays  [2, U, c, Y] decay from the chunk's start up to each row, and from there to the end; the same in all lanes
-    o       [c U P, Y] outputs
+    gates  [2, U / w, w c] log decay and write strength of each row, a pack in a row
+    turned [2, U, c] the same, a head in a row
+    o      [c U P, Y] outputs
     """
 
-    packs: Any
-    decays: Any
+    gates: Any
+    turned: Any
     o: Any
 
     @staticmethod
     def shapes(n: Sizes) -> list[Any]:
         w = heads_in_pack(n)
-        packs, decays, o = (2, n.U // w, n.c, w * n.c), (2, n.U, n.c, n.Y), (n.c * n.U * n.P, n.Y)
-        return [pltpu.VMEM(shape, jnp.float32) for shape in (packs, decays, o)]
+        gates, turned, o = (2, n.U // w, w * n.c), (2, n.U, n.c), (n.c * n.U * n.P, n.Y)
+        return [pltpu.VMEM(shape, jnp.float32) for shape in (gates, turned, o)]
 
 
 def heads_in_pack(n: Sizes) -> int:
@@ -64,13 +66,19 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     """Rows lo to hi of the block; `state` [U, Y, Z] and `tail` [W-1, C] move on behind them."""
     take_tail(n, tail, s.xs, lo * n.N)  # in the place of the rows before, which have been computed
     put_tail(n, s.xs, hi * n.N, tail)
-    spread_gates(n, lo, hi, s, m)
+    w, UP = heads_in_pack(n), n.U * n.P
+    lane = iota((n.U, n.c), 1)
+    for which in (DECAY, BETA):
+        # Rows that are not the sequence's neither forget nor write.
+        m.turned[which] = jnp.where((lane >= lo) & (lane < hi), s.gates[which].T, 0)
+        for v in range(w):
+            m.gates[which, :, v * n.c : (v + 1) * n.c] = m.turned[which, pl.ds(v, n.U // w, stride=w)]
+    together = math.gcd(n.J, KEY_HEADS)
 
-    def one(j: Any, _: None) -> None:
-        of_key_head(n, j, lo, hi, s, m, state, o.dtype)
+    def some(i: Any, _: None) -> None:
+        of_key_heads(n, [i * together + j for j in range(together)], lo, hi, s, m, state, o.dtype)
 
-    lax.fori_loop(0, n.J, one, None)
-    UP = n.U * n.P
+    lax.fori_loop(0, n.J // together, some, None)
 
     def store(t: Any, _: None) -> None:
         for p in range(n.P):
@@ -79,36 +87,16 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     lax.fori_loop(lo, hi, store, None)
 
 
-def spread_gates(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk) -> None:
-    """Gates as what they are multiplied with lies, for all heads. Rows that are not the sequence's neither forget nor
-    write."""
-    row = iota((n.c, n.U), 0)
-    live = (row >= lo) & (row < hi)
-    g, beta = (jnp.where(live, s.gates[which], 0) for which in (DECAY, BETA))
-    i, k = iota((n.c, n.c), 0), iota((n.c, n.c), 1)
-    w = heads_in_pack(n)
-    head = iota((n.c, w * n.c), 1) // n.c
-    # Sums of each range, not differences of cumulated sums: those lose what is small beside a strong decay.
-    for which, within in ((FROM_START, k <= i), (TO_END, k > i)):
-        decay = jnp.exp(exact_sum(within, g))
-        for u in range(n.U):
-            m.decays[which, u] = jnp.broadcast_to(decay[:, u : u + 1], (n.c, n.Y))
-    for which, x in ((DECAY, g), (BETA, beta)):
-        for u in range(0, n.U, w):
-            first, last = (jnp.broadcast_to(x[:, v : v + 1], head.shape) for v in (u, u + w - 1))
-            m.packs[which, u // w] = jnp.where(head == 0, first, last)
+def of_key_heads(n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, dtype: Any) -> None:
+    """With the decay D_ij from behind row j to row i, and G_i from the chunk's start to row i:
 
+    (I + tril(k k^T D, -1) beta) d = v - G k S;  o = G q S + tril(q k^T D) beta d;  S <- G_end S + (D_end k)^T beta d
 
-def exact_sum(chosen: jax.Array, x: jax.Array) -> jax.Array:
-    """[c, ..]: for each row i the sum of x [c, ..] over k where chosen [i, k], as exact as in float32."""
-    chosen = jnp.concatenate([jnp.where(chosen, 1.0, 0.0)] * 3, 1).astype(jnp.bfloat16)
-    parts = jnp.concatenate(split(x)).astype(jnp.bfloat16)
-    return jnp.dot(chosen, parts, preferred_element_type=jnp.float32)
-
-
-def of_key_head(n: Sizes, j: Any, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, dtype: Any) -> None:
-    c, Y, Z, V, w = n.c, n.Y, n.Z, n.V, heads_in_pack(n)
+    Factors of a matrix' columns lie in one register's lanes, for all rows at once: so beta is on the side of d here.
+    """
+    c, Y, Z, V, P, w = n.c, n.Y, n.Z, n.V, n.P, heads_in_pack(n)
     per_key = n.N // n.J
+    packs = [(a, pack) for a in range(len(js)) for pack in range(V // w)]
 
     def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
         dims = (((contract[0],), (contract[1],)), ((), ()))
@@ -119,72 +107,81 @@ def of_key_head(n: Sizes, j: Any, lo: Any, hi: Any, s: Scratch, m: Chunk, state:
     row = iota((c, Y), 0)
     live = (row >= lo) & (row < hi)
 
-    def convolved(r: int) -> jax.Array:
+    def convolved(j: Any, r: int) -> jax.Array:
         at = j * per_key + r
         u = sum(s.xs[pl.ds(t * n.N + at, c, stride=n.N)] * s.taps[pl.ds(t * n.N + at, 1)] for t in range(n.W))
         return jnp.where(live, u * sigmoid(u), 0)
 
-    q, k = normalise(convolved(0)) * Y**-0.5, normalise(convolved(1))
-    scores = dot(jnp.concatenate([q, k]), k, (1, 1))
-    qk, kk = (jnp.concatenate([x] * w, 1) for x in (scores[:c], scores[c:]))
-    i, lane = iota((c, w * c), 0), iota((c, w * c), 1)
-    before = lane % c
+    i, column = iota((c, w * c), 0), iota((c, w * c), 1) % c
+    later = iota((w * c, w * c), 0) > iota((w * c, w * c), 1)
+    later &= iota((w * c, w * c), 0) // c == iota((w * c, w * c), 1) // c
+    later = jnp.where(later, 1.0, 0.0).astype(jnp.bfloat16)
 
     def beside(x: jax.Array) -> jax.Array:
         """[c, w ..] of w heads -> block diagonal [w c, w ..]."""
+        x = x.astype(dtype)
         if w == 1:
             return x
         of = iota(x.shape, 1) // (x.shape[1] // w)
-        return jnp.concatenate([jnp.where(of == v, x, 0) for v in range(w)])
+        return jnp.concatenate([jnp.where(of == v, x, jnp.zeros_like(x)) for v in range(w)])
 
-    S = jnp.concatenate([state[j * V + v] for v in range(V)], 1)
-    from_state = dot(jnp.concatenate([q, k]), S)
-    from_start = [m.decays[FROM_START, j * V + v] for v in range(V)]
-    wide = lambda xs: jnp.concatenate([x for x in xs for _ in range(n.P)], 1)  # noqa: E731
-    ends, after = [], []
-    for pack in range(V // w):
-        us = range(pack * w, (pack + 1) * w)
-        columns = slice(pack * w * Z, (pack + 1) * w * Z)
-        g, beta = (m.packs[which, j * (V // w) + pack] for which in (DECAY, BETA))
-        decay = jnp.exp(exact_sum(iota((c, c), 1) <= iota((c, c), 0), jnp.where(i > before, g, 0)))
-        # (I + A) d = beta (v - decayed S^T k)
-        inverse = unit_lower_inverse(jnp.where(i > before, beta * kk * decay, 0), c, beside, dot)
-        # The write strength of the column's row: the only one on the diagonal.
-        strength = jnp.sum(jnp.where(i == before, beta, 0), 0, keepdims=True)
-        values = jnp.concatenate([convolved(2 + v * n.P + p) for v in us for p in range(n.P)], 1)
-        known = wide([from_start[v] for v in us])
-        d = dot(inverse * strength, beside(values - known * from_state[c:, columns]))
-        out = known * from_state[:c, columns]
-        out += dot(jnp.where(i >= before, qk * decay, 0), beside(d))
-        for v in us:
-            for p in range(n.P):
-                tile = out[:, (v - us[0]) * Z + p * Y : (v - us[0]) * Z + (p + 1) * Y]
-                m.o[pl.ds((j * V + v) * n.P + p, c, stride=n.U * n.P)] = tile
-        ends.append(known[c - 1 :])
-        after.append(wide([m.decays[TO_END, j * V + v] for v in us]) * d)
-    added = dot(k, jnp.concatenate(after, 1), (0, 0))
-    S = jnp.concatenate(ends, 1) * S.astype(jnp.float32) + added
-    for v in range(V):
-        state[j * V + v] = S[:, v * Z : (v + 1) * Z].astype(state.dtype)
+    def wide(xs: list[jax.Array]) -> jax.Array:
+        """Factors of the rows of several heads' values, [.., 1] each."""
+        return jnp.concatenate([jnp.broadcast_to(x, (len(x), Y)) for x in xs for _ in range(P)], 1)
+
+    q = [normalise(convolved(j, 0)) * Y**-0.5 for j in js]
+    k = [normalise(convolved(j, 1)) for j in js]
+    k_w = [jnp.concatenate([x] * w) for x in k]
+    qk = [jnp.concatenate(pair) for pair in zip(q, k)]
+    scores = [dot(x, y, (1, 1)) for x, y in zip(qk, k_w)]
+    S = [jnp.concatenate([state[j * V + v] for v in range(V)], 1) for j in js]
+    from_state = [dot(x, y) for x, y in zip(qk, S)]
+    k_w = [x.T for x in k_w]
+
+    g, beta = ([m.gates[x, pl.ds(js[a] * (V // w) + pack, 1)] for a, pack in packs] for x in (DECAY, BETA))
+    # Sums of each range, not differences of cumulated sums: those lose what is small beside a strong decay.
+    parts = [[jnp.where(column <= i, part, 0) for part in split(x)] for x in g]
+    sums = [jnp.dot(jnp.concatenate(x).astype(jnp.bfloat16), later, preferred_element_type=jnp.float32) for x in parts]
+    D = [jnp.exp(x[:c] + x[c : 2 * c] + x[2 * c :]) for x in sums]
+    A = [jnp.where(i > column, scores[a][c:] * x * y, 0) for (a, _), x, y in zip(packs, D, beta)]
+    inverse = unit_lower_inverse(A, c, lambda xs, ys: [dot(x, beside(y)) for x, y in zip(xs, ys)])
+    first = [x[:, h * c : h * c + 1] * jnp.exp(y[:, h * c : h * c + 1]) for x, y in zip(D, g) for h in range(w)]
+    G = [wide(first[at * w : (at + 1) * w]) for at in range(len(packs))]
+    values = [jnp.concatenate([convolved(js[a], 2 + pack * w * P + r) for r in range(w * P)], 1) for a, pack in packs]
+    columns = [slice(pack * w * Z, (pack + 1) * w * Z) for _, pack in packs]
+    d = [x - y * from_state[a][c:, at] for (a, _), x, y, at in zip(packs, values, G, columns)]
+    d = [dot(x, beside(y)) for x, y in zip(inverse, d)]
+    left = [
+        jnp.concatenate([jnp.where(i >= column, scores[a][:c] * x, 0) * y, k_w[a] * (x[c - 1 :] * y)])
+        for (a, _), x, y in zip(packs, D, beta)
+    ]
+    added = [dot(x, beside(y)) for x, y in zip(left, d)]
+    for (a, pack), x, y, at in zip(packs, added, G, columns):
+        out = y * from_state[a][:c, at] + x[:c]
+        after = y[c - 1 :] * S[a][:, at].astype(jnp.float32) + x[c:]
+        for h in range(w):
+            u = js[a] * V + pack * w + h
+            state[u] = after[:, h * Z : (h + 1) * Z].astype(state.dtype)
+            for p in range(P):
+                m.o[pl.ds(u * P + p, c, stride=n.U * P)] = out[:, (h * P + p) * Y : (h * P + p + 1) * Y]
 
 
-def unit_lower_inverse(A: jax.Array, c: int, beside: Any, dot: Any) -> jax.Array:
-    """(I + A)^-1 of a pack [c, w c] of strictly lower triangular matrices, c at most 64: of their diagonal blocks of 4,
+def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> list[jax.Array]:
+    """(I + A)^-1 of packs [c, w c] of strictly lower triangular matrices, c at most 64: of their diagonal blocks of 4,
     then of 16, then all.
 
     For blocks D = I + A of a size and what is left of A in blocks of four times the size, B, the inverse is
     (I + M)^-1 D^-1 with M = D^-1 B, and M^4 = 0: (I + M M) (I - M) D^-1.
     """
-    i, lane = iota(A.shape, 0), iota(A.shape, 1)
-    k = lane % c
-    product = lambda a, b: dot(a, beside(b))  # noqa: E731
-    M = jnp.where(i // 4 == k // 4, A, 0)
-    E = jnp.where(i == k, 1.0, 0.0) - M
-    D = E + product(product(M, M), E)
+    i, column = iota(A[0].shape, 0), iota(A[0].shape, 1) % c
+    add = lambda xs, ys: [x + y for x, y in zip(xs, ys)]  # noqa: E731
+    M = [jnp.where(i // 4 == column // 4, x, 0) for x in A]
+    E = [jnp.where(i == column, 1.0, 0.0) - x for x in M]
+    D = add(E, products(products(M, M), E))
     for size in (4, 16):
         if size < c:
-            B = jnp.where((i // size != k // size) & (i // (4 * size) == k // (4 * size)), A, 0)
-            M = product(D, B)
-            E = D - product(M, D)
-            D = E + product(product(M, M), E)
+            here = (i // size != column // size) & (i // (4 * size) == column // (4 * size))
+            M = products(D, [jnp.where(here, x, 0) for x in A])
+            E = [x - y for x, y in zip(D, products(M, D))]
+            D = add(E, products(products(M, M), E))
     return D
