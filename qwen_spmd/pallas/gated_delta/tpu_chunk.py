@@ -40,7 +40,7 @@ class Chunk:
 
     gates  [2, U / w, w c] log decay and write strength of each row, a pack in a row
     turned [2, U, c] the same, a head in a row
-    o      [c U P, Y] outputs
+    o      [c (U P | 1), Y] outputs
     """
 
     gates: Any
@@ -50,7 +50,7 @@ class Chunk:
     @staticmethod
     def shapes(n: Sizes) -> list[Any]:
         w = heads_in_pack(n)
-        gates, turned, o = (2, n.U // w, w * n.c), (2, n.U, n.c), (n.c * n.U * n.P, n.Y)
+        gates, turned, o = (2, n.U // w, w * n.c), (2, n.U, n.c), (n.c * (n.U * n.P | 1), n.Y)
         return [pltpu.VMEM(shape, jnp.float32) for shape in (gates, turned, o)]
 
 
@@ -64,9 +64,9 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: Any, o: Any) -> None:
     """Rows lo to hi of the block; `state` [U, Y, Z] and `tail` [W-1, C] move on behind them."""
-    take_tail(n, tail, s.xs, lo * n.N)  # in the place of the rows before, which have been computed
-    put_tail(n, s.xs, hi * n.N, tail)
-    w, UP = heads_in_pack(n), n.U * n.P
+    take_tail(n, tail, s.xs, lo * n.pitch)  # in the place of the rows before, which have been computed
+    put_tail(n, s.xs, hi * n.pitch, tail)
+    w, UP = heads_in_pack(n), n.U * n.P | 1
     lane = iota((n.U, n.c), 1)
     for which in (DECAY, BETA):
         # Rows that are not the sequence's neither forget nor write.
@@ -109,7 +109,9 @@ def of_key_heads(n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk
 
     def convolved(j: Any, r: int) -> jax.Array:
         at = j * per_key + r
-        u = sum(s.xs[pl.ds(t * n.N + at, c, stride=n.N)] * s.taps[pl.ds(t * n.N + at, 1)] for t in range(n.W))
+        u = sum(
+            s.xs[pl.ds(t * n.pitch + at, c, stride=n.pitch)] * s.taps[pl.ds(t * n.pitch + at, 1)] for t in range(n.W)
+        )
         return jnp.where(live, u * sigmoid(u), 0)
 
     i, column = iota((c, w * c), 0), iota((c, w * c), 1) % c
@@ -163,7 +165,7 @@ def of_key_heads(n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk
             u = js[a] * V + pack * w + h
             state[u] = after[:, h * Z : (h + 1) * Z].astype(state.dtype)
             for p in range(P):
-                m.o[pl.ds(u * P + p, c, stride=n.U * P)] = out[:, (h * P + p) * Y : (h * P + p + 1) * Y]
+                m.o[pl.ds(u * P + p, c, stride=n.U * P | 1)] = out[:, (h * P + p) * Y : (h * P + p + 1) * Y]
 
 
 def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> list[jax.Array]:

@@ -86,7 +86,7 @@ def kernel(
         for seq in range(AHEAD):
             read_ahead(seq)
         for row in range(n.N):
-            scr.taps[pl.ds(row, n.W, stride=n.N)] = conv_w[:, row * n.Y : (row + 1) * n.Y].astype(jnp.float32)
+            scr.taps[pl.ds(row, n.W, stride=n.pitch)] = conv_w[:, row * n.Y : (row + 1) * n.Y].astype(jnp.float32)
 
     @pl.when((i == 0) | (block_M[i] != block_M[jnp.maximum(i - 1, 0)]))
     def _() -> None:
@@ -109,7 +109,7 @@ def kernel(
                 copy.wait()
 
     def token(t: Any, _: None) -> None:
-        x_NY = scr.xs[pl.ds(pl.multiple_of((n.W - 1 + t) * n.N, n.N), n.N)]
+        x_NY = scr.xs[pl.ds((n.W - 1 + t) * n.pitch, n.N)]
         one_token(n, t, x_NY, scr, states.at[buffer], tails.at[buffer], o)
 
     if not n.chunks:
@@ -140,7 +140,7 @@ def take_block(n: Sizes, x: Any, b: Any, a: Any, a_log: Any, dt_bias: Any, s: Sc
     def some(r: Any, _: None) -> None:
         for row in range(n.N):
             part = x[pl.ds(pl.multiple_of(r * size, size), size), row * n.Y : (row + 1) * n.Y]
-            s.xs[pl.ds((n.W - 1 + r * size) * n.N + row, size, stride=n.N)] = part.astype(jnp.float32)
+            s.xs[pl.ds((n.W - 1 + r * size) * n.pitch + row, size, stride=n.pitch)] = part.astype(jnp.float32)
 
     lax.fori_loop(0, n.c // size, some, None)
     z = a[...].astype(jnp.float32) + dt_bias[...]

@@ -39,6 +39,11 @@ class Sizes:
         return self.C // self.Y
 
     @property
+    def pitch(self) -> int:
+        """Rows from one token to the next. Odd: eight of an even distance are not one load, but eight."""
+        return self.N | 1
+
+    @property
     def P(self) -> int:
         """Rows of a value."""
         return self.Z // self.Y
@@ -57,6 +62,8 @@ class Sizes:
         return [(u // self.V, u, p, u * self.P + p) for u in us for p in range(self.P)]
 
 
+PITCH = 9
+"""Rows from one tile of eight to the next, for the same reason as Sizes.pitch."""
 DECAY, BETA, V, KQ, KS, QS, D, O = range(8)
 
 
@@ -64,16 +71,16 @@ DECAY, BETA, V, KQ, KS, QS, D, O = range(8)
 class Scratch:
     """float32 in VMEM.
 
-    xs        [(W-1 + c) N, Y] the block's inputs, after room for those before a sequence's first
-    taps      [W N, Y] conv_w
+    xs        [(W-1 + c) pitch, Y] the block's inputs, after room for those before a sequence's first
+    taps      [W pitch, Y] conv_w
     gates     [2, c, U] log decay and write strength
 
     of one token:
-    window    [W N, Y] its inputs and those before it
+    window    [W pitch, Y] its inputs and those before it
     u         [N, Y] silu of its convolution
     of_value  [8, U P, Y] decay, write strength, value, k . q, S^T k, S^T q, d and o
-    rows      [8 J, Y] three parts of k, and of q
-    products  [8 U P, Y] of rows and states
+    rows      [9 J, Y] three parts of k, and of q
+    products  [9 U P, Y] of rows and states
     """
 
     xs: Any
@@ -87,8 +94,8 @@ class Scratch:
 
     @staticmethod
     def shapes(n: Sizes) -> list[Any]:
-        rows = ((n.W - 1 + n.c) * n.N, n.Y), (n.W * n.N, n.Y)
-        token = (n.W * n.N, n.Y), (n.N, n.Y), (8, n.U * n.P, n.Y), (8 * n.J, n.Y), (8 * n.U * n.P, n.Y)
+        rows = ((n.W - 1 + n.c) * n.pitch, n.Y), (n.W * n.pitch, n.Y)
+        token = (n.W * n.pitch, n.Y), (n.N, n.Y), (8, n.U * n.P, n.Y), (PITCH * n.J, n.Y), (PITCH * n.U * n.P, n.Y)
         return [pltpu.VMEM(shape, jnp.float32) for shape in (*rows, (2, n.c, n.U), *token)]
 
 
@@ -117,10 +124,10 @@ def take_tail(n: Sizes, tail: Any, rows: Any, first: Any) -> None:
     """A sequence's last inputs, `tail` [W-1, C], as rows [.., Y] of the W-1 tokens from row `first` on."""
     for row in range(n.N):
         part = tail[:, row * n.Y : (row + 1) * n.Y].astype(jnp.float32)
-        rows[pl.ds(first + row, n.W - 1, stride=n.N)] = part
+        rows[pl.ds(first + row, n.W - 1, stride=n.pitch)] = part
 
 
 def put_tail(n: Sizes, rows: Any, first: Any, tail: Any) -> None:
     for row in range(n.N):
-        part = rows[pl.ds(first + row, n.W - 1, stride=n.N)].astype(tail.dtype)
+        part = rows[pl.ds(first + row, n.W - 1, stride=n.pitch)].astype(tail.dtype)
         tail[:, row * n.Y : (row + 1) * n.Y] = part

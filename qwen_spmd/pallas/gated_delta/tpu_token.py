@@ -16,6 +16,7 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     DECAY,
     KQ,
     KS,
+    PITCH,
     QS,
     D,
     Heads,
@@ -42,9 +43,9 @@ def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any,
     """
     Y, P, J, VP = n.Y, n.P, n.J, n.V * n.P
     take_tail(n, tail, s.window, 0)
-    s.window[(n.W - 1) * n.N :] = x
-    put_tail(n, s.window, n.N, tail)
-    u = sum(s.window[w * n.N : (w + 1) * n.N] * s.taps[w * n.N : (w + 1) * n.N] for w in range(n.W))
+    s.window[pl.ds((n.W - 1) * n.pitch, n.N)] = x
+    put_tail(n, s.window, n.pitch, tail)
+    u = sum(s.window[at] * s.taps[at] for at in (pl.ds(w * n.pitch, n.N) for w in range(n.W)))
     s.u[...] = u * sigmoid(u)
     per_key = n.N // J
     q = normalise(s.u[pl.ds(0, J, stride=per_key)]) * Y**-0.5
@@ -100,11 +101,11 @@ def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: A
     """
     Y, VP = n.Y, n.V * n.P
     for r, part in enumerate((*split(k), *split(q), jnp.zeros_like(k), jnp.zeros_like(k))):
-        s.rows[pl.ds(r, n.J, stride=8)] = part
+        s.rows[pl.ds(r, n.J, stride=PITCH)] = part
 
     def some(heads: Heads) -> None:
         for pair in (heads[i : i + 2] for i in range(0, len(heads), 2)):
-            own = [s.rows[8 * j : 8 * j + 8] for j in pair]
+            own = [s.rows[pl.ds(PITCH * j, 8)] for j in pair]
             rows = [jnp.concatenate([x if x is y else jnp.zeros_like(x) for y in own], 1) for x in own]
             states = [jnp.concatenate([state[j * n.V + v] for v in range(n.V)], 1) for j in pair]
             products = jnp.dot(
@@ -113,10 +114,10 @@ def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: A
             for i, j in enumerate(pair):
                 for m in range(VP):
                     tile = products[8 * i : 8 * i + 8, m * Y : (m + 1) * Y]
-                    s.products[8 * (j * VP + m) : 8 * (j * VP + m + 1)] = tile
+                    s.products[pl.ds(PITCH * (j * VP + m), 8)] = tile
         first, size = heads[0] * VP, len(heads) * VP
         for r, which in ((0, KS), (3, QS)):
-            parts = [s.products[pl.ds(8 * first + r + i, size, stride=8)] for i in range(3)]
+            parts = [s.products[pl.ds(PITCH * first + r + i, size, stride=PITCH)] for i in range(3)]
             s.of_value[which, first : first + size] = parts[0] + parts[1] + parts[2]
 
     return some
