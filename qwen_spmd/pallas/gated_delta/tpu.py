@@ -61,7 +61,7 @@ def gated_delta(
                 pltpu.VMEM((BUFFERS, n.W - 1, C), conv.dtype),
                 pltpu.SemaphoreType.DMA((2, 2, BUFFERS)),
                 *Scratch.shapes(n),
-                *(Chunk.shapes(n) if chunks else ()),
+                *(Chunk.shapes(n, qkv_TC.dtype) if chunks else ()),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((T, U, Z), qkv_TC.dtype), *(jax.typeof(x) for x in (conv, rec))],

@@ -30,28 +30,67 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     take_tail,
 )
 
-KEY_HEADS = 2
+KEY_HEADS = 4
 """Computed at the same time: one's products go on while another waits for its own."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """float32 in VMEM, of one chunk.
+class Prepared:
+    """Of some key heads, what is known before their systems of equations are solved. In the inputs' dtype, but what has
+    no product is float32.
 
-    gates  [2, U / w, w c] log decay and write strength of each row, a pack in a row
-    turned [2, U, c] the same, a head in a row
-    o      [c (U P | 1), Y] outputs
+    system  [packs, c, w c] strictly lower triangular
+    right   [packs, c, w Z] right sides
+    left    [packs, c + Y, w c] what the solutions are multiplied with, for outputs and for the states
+    out     [packs, c, w Z] outputs' part from the state
+    keep    [packs, 8, w Z] decay of the whole chunk
+    """
+
+    system: Any
+    right: Any
+    left: Any
+    out: Any
+    keep: Any
+
+    @staticmethod
+    def shapes(n: Sizes, dtype: Any) -> list[Any]:
+        w = heads_in_pack(n)
+        packs = n.V // w * together(n)
+        given = (packs, n.c, w * n.c), (packs, n.c, w * n.Z), (packs, n.c + n.Y, w * n.c)
+        own = (packs, n.c, w * n.Z), (packs, 8, w * n.Z)
+        return [*(pltpu.VMEM(x, dtype) for x in given), *(pltpu.VMEM(x, jnp.float32) for x in own)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """In VMEM, of one chunk; float32.
+
+    gates     [2, U / w, w c] log decay and write strength of each row, a pack in a row
+    turned    [2, U, c] the same, a head in a row
+    o         [c (U P | 1), Y] outputs
+    prepared  two, of key heads that are being solved and of the following ones
     """
 
     gates: Any
     turned: Any
     o: Any
+    prepared: tuple[Prepared, Prepared]
 
     @staticmethod
-    def shapes(n: Sizes) -> list[Any]:
+    def shapes(n: Sizes, dtype: Any) -> list[Any]:
         w = heads_in_pack(n)
         gates, turned, o = (2, n.U // w, w * n.c), (2, n.U, n.c), (n.c * (n.U * n.P | 1), n.Y)
-        return [pltpu.VMEM(shape, jnp.float32) for shape in (gates, turned, o)]
+        own = [pltpu.VMEM(shape, jnp.float32) for shape in (gates, turned, o)]
+        return [*own, *Prepared.shapes(n, dtype), *Prepared.shapes(n, dtype)]
+
+    @staticmethod
+    def of(refs: tuple[Any, ...]) -> Chunk:
+        size = (len(refs) - 3) // 2
+        return Chunk(*refs[:3], (Prepared(*refs[3 : 3 + size]), Prepared(*refs[3 + size :])))
+
+
+def together(n: Sizes) -> int:
+    return math.gcd(n.J // 2, KEY_HEADS) if n.J % 2 == 0 else 1
 
 
 def heads_in_pack(n: Sizes) -> int:
@@ -73,12 +112,23 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
         m.turned[which] = jnp.where((lane >= lo) & (lane < hi), s.gates[which].T, 0)
         for v in range(w):
             m.gates[which, :, v * n.c : (v + 1) * n.c] = m.turned[which, pl.ds(v, n.U // w, stride=w)]
-    together = math.gcd(n.J, KEY_HEADS)
+    size = together(n)
+    groups = n.J // size
+    heads = lambda i: [i * size + j for j in range(size)]  # noqa: E731
+    prepare_group = lambda i, to: prepare(n, heads(i), lo, hi, s, m, to, state, o.dtype)  # noqa: E731
+    solve_group = lambda i, of: solve(n, heads(i), m, of, state, o.dtype)  # noqa: E731
+    prepare_group(0, m.prepared[0])
+    if groups == 1:
+        solve_group(0, m.prepared[0])
 
-    def some(i: Any, _: None) -> None:
-        of_key_heads(n, [i * together + j for j in range(together)], lo, hi, s, m, state, o.dtype)
+    def two(i: Any, _: None) -> None:
+        # Solving is one product waiting for another, and preparing what the other units do meanwhile.
+        prepare_group(2 * i + 1, m.prepared[1])
+        solve_group(2 * i, m.prepared[0])
+        prepare_group(jnp.minimum(2 * i + 2, groups - 1), m.prepared[0])  # the last time for nothing
+        solve_group(2 * i + 1, m.prepared[1])
 
-    lax.fori_loop(0, n.J // together, some, None)
+    lax.fori_loop(0, groups // 2, two, None)
 
     def store(t: Any, _: None) -> None:
         for p in range(n.P):
@@ -87,7 +137,24 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     lax.fori_loop(lo, hi, store, None)
 
 
-def of_key_heads(n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, dtype: Any) -> None:
+def multiply(a: jax.Array, b: jax.Array, dtype: Any, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    if dtype == jnp.float32:
+        return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=jnp.float32)
+
+
+def beside(x: jax.Array, w: int) -> jax.Array:
+    """[c, w ..] of w heads -> block diagonal [w c, w ..]."""
+    if w == 1:
+        return x
+    of = iota(x.shape, 1) // (x.shape[1] // w)
+    return jnp.concatenate([jnp.where(of == v, x, jnp.zeros_like(x)) for v in range(w)])
+
+
+def prepare(
+    n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk, to: Prepared, state: Any, dtype: Any
+) -> None:
     """With the decay D_ij from behind row j to row i, and G_i from the chunk's start to row i:
 
     (I + tril(k k^T D, -1) beta) d = v - G k S;  o = G q S + tril(q k^T D) beta d;  S <- G_end S + (D_end k)^T beta d
@@ -96,22 +163,12 @@ def of_key_heads(n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk
     """
     c, Y, Z, V, P, w = n.c, n.Y, n.Z, n.V, n.P, heads_in_pack(n)
     per_key = n.N // n.J
-    packs = [(a, pack) for a in range(len(js)) for pack in range(V // w)]
-
-    def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-        dims = (((contract[0],), (contract[1],)), ((), ()))
-        if dtype == jnp.float32:
-            return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST)
-        return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=jnp.float32)
-
     row = iota((c, Y), 0)
     live = (row >= lo) & (row < hi)
 
     def convolved(j: Any, r: int) -> jax.Array:
-        at = j * per_key + r
-        u = sum(
-            s.xs[pl.ds(t * n.pitch + at, c, stride=n.pitch)] * s.taps[pl.ds(t * n.pitch + at, 1)] for t in range(n.W)
-        )
+        at = [t * n.pitch + j * per_key + r for t in range(n.W)]
+        u = sum(s.xs[pl.ds(first, c, stride=n.pitch)] * s.taps[pl.ds(first, 1)] for first in at)
         return jnp.where(live, u * sigmoid(u), 0)
 
     i, column = iota((c, w * c), 0), iota((c, w * c), 1) % c
@@ -119,51 +176,53 @@ def of_key_heads(n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk
     later &= iota((w * c, w * c), 0) // c == iota((w * c, w * c), 1) // c
     later = jnp.where(later, 1.0, 0.0).astype(jnp.bfloat16)
 
-    def beside(x: jax.Array) -> jax.Array:
-        """[c, w ..] of w heads -> block diagonal [w c, w ..]."""
-        x = x.astype(dtype)
-        if w == 1:
-            return x
-        of = iota(x.shape, 1) // (x.shape[1] // w)
-        return jnp.concatenate([jnp.where(of == v, x, jnp.zeros_like(x)) for v in range(w)])
-
     def wide(xs: list[jax.Array]) -> jax.Array:
         """Factors of the rows of several heads' values, [.., 1] each."""
         return jnp.concatenate([jnp.broadcast_to(x, (len(x), Y)) for x in xs for _ in range(P)], 1)
 
-    q = [normalise(convolved(j, 0)) * Y**-0.5 for j in js]
-    k = [normalise(convolved(j, 1)) for j in js]
-    k_w = [jnp.concatenate([x] * w) for x in k]
-    qk = [jnp.concatenate(pair) for pair in zip(q, k)]
-    scores = [dot(x, y, (1, 1)) for x, y in zip(qk, k_w)]
-    S = [jnp.concatenate([state[j * V + v] for v in range(V)], 1) for j in js]
-    from_state = [dot(x, y) for x, y in zip(qk, S)]
-    k_w = [x.T for x in k_w]
+    for a, j in enumerate(js):
+        q, k = normalise(convolved(j, 0)) * Y**-0.5, normalise(convolved(j, 1))
+        k_w, qk = jnp.concatenate([k] * w), jnp.concatenate([q, k])
+        scores = multiply(qk, k_w, dtype, (1, 1))
+        S = jnp.concatenate([state[j * V + v] for v in range(V)], 1)
+        from_state = multiply(qk, S, dtype)
+        k_w = k_w.T
+        for pack in range(V // w):
+            at = a * (V // w) + pack
+            g, beta = (m.gates[x, pl.ds(j * (V // w) + pack, 1)] for x in (DECAY, BETA))
+            # Sums of each range, not differences of cumulated sums: those lose what is small beside a strong decay.
+            parts = jnp.concatenate([jnp.where(column <= i, part, 0) for part in split(g)])
+            sums = jnp.dot(parts.astype(jnp.bfloat16), later, preferred_element_type=jnp.float32)
+            D = jnp.exp(sums[:c] + sums[c : 2 * c] + sums[2 * c :])
+            to.system[at] = jnp.where(i > column, scores[c:] * D * beta, 0).astype(dtype)
+            first = jnp.exp(g)
+            G = wide([D[:, h * c : h * c + 1] * first[:, h * c : h * c + 1] for h in range(w)])
+            values = jnp.concatenate([convolved(j, 2 + pack * w * P + r) for r in range(w * P)], 1)
+            columns = slice(pack * w * Z, (pack + 1) * w * Z)
+            to.right[at] = (values - G * from_state[c:, columns]).astype(dtype)
+            to.left[at, :c] = (jnp.where(i >= column, scores[:c] * D, 0) * beta).astype(dtype)
+            to.left[at, c:] = (k_w * (D[c - 1 :] * beta)).astype(dtype)
+            to.out[at] = G * from_state[:c, columns]
+            to.keep[at] = jnp.broadcast_to(G[c - 1 :], (8, w * Z))
 
-    g, beta = ([m.gates[x, pl.ds(js[a] * (V // w) + pack, 1)] for a, pack in packs] for x in (DECAY, BETA))
-    # Sums of each range, not differences of cumulated sums: those lose what is small beside a strong decay.
-    parts = [[jnp.where(column <= i, part, 0) for part in split(x)] for x in g]
-    sums = [jnp.dot(jnp.concatenate(x).astype(jnp.bfloat16), later, preferred_element_type=jnp.float32) for x in parts]
-    D = [jnp.exp(x[:c] + x[c : 2 * c] + x[2 * c :]) for x in sums]
-    A = [jnp.where(i > column, scores[a][c:] * x * y, 0) for (a, _), x, y in zip(packs, D, beta)]
-    inverse = unit_lower_inverse(A, c, lambda xs, ys: [dot(x, beside(y)) for x, y in zip(xs, ys)])
-    first = [x[:, h * c : h * c + 1] * jnp.exp(y[:, h * c : h * c + 1]) for x, y in zip(D, g) for h in range(w)]
-    G = [wide(first[at * w : (at + 1) * w]) for at in range(len(packs))]
-    values = [jnp.concatenate([convolved(js[a], 2 + pack * w * P + r) for r in range(w * P)], 1) for a, pack in packs]
-    columns = [slice(pack * w * Z, (pack + 1) * w * Z) for _, pack in packs]
-    d = [x - y * from_state[a][c:, at] for (a, _), x, y, at in zip(packs, values, G, columns)]
-    d = [dot(x, beside(y)) for x, y in zip(inverse, d)]
-    left = [
-        jnp.concatenate([jnp.where(i >= column, scores[a][:c] * x, 0) * y, k_w[a] * (x[c - 1 :] * y)])
-        for (a, _), x, y in zip(packs, D, beta)
-    ]
-    added = [dot(x, beside(y)) for x, y in zip(left, d)]
-    for (a, pack), x, y, at in zip(packs, added, G, columns):
-        out = y * from_state[a][:c, at] + x[:c]
-        after = y[c - 1 :] * S[a][:, at].astype(jnp.float32) + x[c:]
+
+def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: Any) -> None:
+    """The chunk's outputs, to `m.o`, and the states after it."""
+    c, Y, Z, V, P, w = n.c, n.Y, n.Z, n.V, n.P, heads_in_pack(n)
+    packs = [(j, pack) for j in js for pack in range(V // w)]
+
+    def products(xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
+        return [multiply(x, beside(y.astype(dtype), w), dtype) for x, y in zip(xs, ys)]
+
+    inverse = unit_lower_inverse([of.system[at] for at in range(len(packs))], c, products)
+    d = products(inverse, [of.right[at] for at in range(len(packs))])
+    added = products([of.left[at] for at in range(len(packs))], d)
+    for at, (j, pack) in enumerate(packs):
+        out = of.out[at] + added[at][:c]
         for h in range(w):
-            u = js[a] * V + pack * w + h
-            state[u] = after[:, h * Z : (h + 1) * Z].astype(state.dtype)
+            u, columns = j * V + pack * w + h, slice(h * Z, (h + 1) * Z)
+            after = of.keep[at, :1, columns] * state[u].astype(jnp.float32) + added[at][c:, columns]
+            state[u] = after.astype(state.dtype)
             for p in range(P):
                 m.o[pl.ds(u * P + p, c, stride=n.U * P | 1)] = out[:, (h * P + p) * Y : (h * P + p + 1) * Y]
 
@@ -177,6 +236,7 @@ def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> list[jax.Ar
     """
     i, column = iota(A[0].shape, 0), iota(A[0].shape, 1) % c
     add = lambda xs, ys: [x + y for x, y in zip(xs, ys)]  # noqa: E731
+    A = [x.astype(jnp.float32) for x in A]
     M = [jnp.where(i // 4 == column // 4, x, 0) for x in A]
     E = [jnp.where(i == column, 1.0, 0.0) - x for x in M]
     D = add(E, products(products(M, M), E))

@@ -120,7 +120,7 @@ def kernel(
 
         @pl.when(~few)
         def _() -> None:
-            chunk(n, lo, hi, scr, Chunk(*scratch[len(Scratch.shapes(n)) :]), states.at[buffer], tails.at[buffer], o)
+            chunk(n, lo, hi, scr, Chunk.of(scratch[len(Scratch.shapes(n)) :]), states.at[buffer], tails.at[buffer], o)
 
     @pl.when((last_M[i] != 0) & (live_B[s] != 0))
     def _() -> None:
