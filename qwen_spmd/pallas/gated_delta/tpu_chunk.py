@@ -9,7 +9,9 @@ lanes, a pack.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -117,16 +119,14 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     heads = lambda i: [i * size + j for j in range(size)]  # noqa: E731
     prepare_group = lambda i, to: prepare(n, heads(i), lo, hi, s, m, to, state, o.dtype)  # noqa: E731
     solve_group = lambda i, of: solve(n, heads(i), m, of, state, o.dtype)  # noqa: E731
-    prepare_group(0, m.prepared[0])
+    interleave(prepare_group(0, m.prepared[0]))
     if groups == 1:
-        solve_group(0, m.prepared[0])
+        interleave(solve_group(0, m.prepared[0]))
 
     def two(i: Any, _: None) -> None:
-        # Solving is one product waiting for another, and preparing what the other units do meanwhile.
-        prepare_group(2 * i + 1, m.prepared[1])
-        solve_group(2 * i, m.prepared[0])
-        prepare_group(jnp.minimum(2 * i + 2, groups - 1), m.prepared[0])  # the last time for nothing
-        solve_group(2 * i + 1, m.prepared[1])
+        interleave(solve_group(2 * i, m.prepared[0]), prepare_group(2 * i + 1, m.prepared[1]))
+        following = jnp.minimum(2 * i + 2, groups - 1)  # the last time for nothing
+        interleave(solve_group(2 * i + 1, m.prepared[1]), prepare_group(following, m.prepared[0]))
 
     lax.fori_loop(0, groups // 2, two, None)
 
@@ -152,9 +152,16 @@ def beside(x: jax.Array, w: int) -> jax.Array:
     return jnp.concatenate([jnp.where(of == v, x, jnp.zeros_like(x)) for v in range(w)])
 
 
+def interleave(*parts: Iterator[None]) -> None:
+    """A stage of each in turn. Solving is products that wait for each other, and preparing what other units do
+    meanwhile; the compiler keeps products in the order in which they are written."""
+    for _ in itertools.zip_longest(*parts):
+        pass
+
+
 def prepare(
     n: Sizes, js: list[Any], lo: Any, hi: Any, s: Scratch, m: Chunk, to: Prepared, state: Any, dtype: Any
-) -> None:
+) -> Iterator[None]:
     """With the decay D_ij from behind row j to row i, and G_i from the chunk's start to row i:
 
     (I + tril(k k^T D, -1) beta) d = v - G k S;  o = G q S + tril(q k^T D) beta d;  S <- G_end S + (D_end k)^T beta d
@@ -187,6 +194,7 @@ def prepare(
         S = jnp.concatenate([state[j * V + v] for v in range(V)], 1)
         from_state = multiply(qk, S, dtype)
         k_w = k_w.T
+        yield
         for pack in range(V // w):
             at = a * (V // w) + pack
             g, beta = (m.gates[x, pl.ds(j * (V // w) + pack, 1)] for x in (DECAY, BETA))
@@ -204,9 +212,10 @@ def prepare(
             to.left[at, c:] = (k_w * (D[c - 1 :] * beta)).astype(dtype)
             to.out[at] = G * from_state[:c, columns]
             to.keep[at] = jnp.broadcast_to(G[c - 1 :], (8, w * Z))
+            yield
 
 
-def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: Any) -> None:
+def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: Any) -> Iterator[None]:
     """The chunk's outputs, to `m.o`, and the states after it."""
     c, Y, Z, V, P, w = n.c, n.Y, n.Z, n.V, n.P, heads_in_pack(n)
     packs = [(j, pack) for j in js for pack in range(V // w)]
@@ -214,9 +223,11 @@ def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: An
     def products(xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
         return [multiply(x, beside(y.astype(dtype), w), dtype) for x, y in zip(xs, ys)]
 
-    inverse = unit_lower_inverse([of.system[at] for at in range(len(packs))], c, products)
+    inverse = yield from unit_lower_inverse([of.system[at] for at in range(len(packs))], c, products)
     d = products(inverse, [of.right[at] for at in range(len(packs))])
+    yield
     added = products([of.left[at] for at in range(len(packs))], d)
+    yield
     for at, (j, pack) in enumerate(packs):
         out = of.out[at] + added[at][:c]
         for h in range(w):
@@ -227,7 +238,7 @@ def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: An
                 m.o[pl.ds(u * P + p, c, stride=n.U * P | 1)] = out[:, (h * P + p) * Y : (h * P + p + 1) * Y]
 
 
-def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> list[jax.Array]:
+def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> Generator[None, None, list[jax.Array]]:
     """(I + A)^-1 of packs [c, w c] of strictly lower triangular matrices, c at most 64: of their diagonal blocks of 4,
     then of 16, then all.
 
@@ -239,11 +250,18 @@ def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> list[jax.Ar
     A = [x.astype(jnp.float32) for x in A]
     M = [jnp.where(i // 4 == column // 4, x, 0) for x in A]
     E = [jnp.where(i == column, 1.0, 0.0) - x for x in M]
-    D = add(E, products(products(M, M), E))
+    squares = products(M, M)
+    yield
+    D = add(E, products(squares, E))
+    yield
     for size in (4, 16):
         if size < c:
             here = (i // size != column // size) & (i // (4 * size) == column // (4 * size))
             M = products(D, [jnp.where(here, x, 0) for x in A])
+            yield
             E = [x - y for x, y in zip(D, products(M, D))]
-            D = add(E, products(products(M, M), E))
+            squares = products(M, M)
+            yield
+            D = add(E, products(squares, E))
+            yield
     return D
