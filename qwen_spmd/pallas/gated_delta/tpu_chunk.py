@@ -32,7 +32,7 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     take_tail,
 )
 
-KEY_HEADS = 4
+KEY_HEADS = 2
 """Computed at the same time: one's products go on while another waits for its own."""
 
 
@@ -92,7 +92,7 @@ class Chunk:
 
 
 def together(n: Sizes) -> int:
-    return math.gcd(n.J // 2, KEY_HEADS) if n.J % 2 == 0 else 1
+    return math.gcd(n.J, KEY_HEADS)
 
 
 def heads_in_pack(n: Sizes) -> int:
@@ -120,15 +120,9 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     prepare_group = lambda i, to: prepare(n, heads(i), lo, hi, s, m, to, state, o.dtype)  # noqa: E731
     solve_group = lambda i, of: solve(n, heads(i), m, of, state, o.dtype)  # noqa: E731
     interleave(prepare_group(0, m.prepared[0]))
-    if groups == 1:
-        interleave(solve_group(0, m.prepared[0]))
-
-    def two(i: Any, _: None) -> None:
-        interleave(solve_group(2 * i, m.prepared[0]), prepare_group(2 * i + 1, m.prepared[1]))
-        following = jnp.minimum(2 * i + 2, groups - 1)  # the last time for nothing
-        interleave(solve_group(2 * i + 1, m.prepared[1]), prepare_group(following, m.prepared[0]))
-
-    lax.fori_loop(0, groups // 2, two, None)
+    for i in range(groups):
+        following = [prepare_group(i + 1, m.prepared[(i + 1) % 2])] if i + 1 < groups else []
+        interleave(solve_group(i, m.prepared[i % 2]), *following)
 
     def store(t: Any, _: None) -> None:
         for p in range(n.P):
