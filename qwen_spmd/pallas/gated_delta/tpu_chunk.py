@@ -32,7 +32,7 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     take_tail,
 )
 
-KEY_HEADS = 2
+KEY_HEADS = 4
 """Computed at the same time: one's products go on while another waits for its own."""
 
 
@@ -60,7 +60,10 @@ class Prepared:
         packs = n.V // w * together(n)
         given = (packs, n.c, w * n.c), (packs, n.c, w * n.Z), (packs, n.c + n.Y, w * n.c)
         own = (packs, n.c, w * n.Z), (packs, 8, w * n.Z)
-        return [*(pltpu.VMEM(x, dtype) for x in given), *(pltpu.VMEM(x, jnp.float32) for x in own)]
+        return [*(pltpu.VMEM((2, *x), dtype) for x in given), *(pltpu.VMEM((2, *x), jnp.float32) for x in own)]
+
+    def at(self, i: Any) -> Prepared:
+        return Prepared(*(getattr(self, field.name).at[i] for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,25 +73,24 @@ class Chunk:
     gates     [2, U / w, w c] log decay and write strength of each row, a pack in a row
     turned    [2, U, c] the same, a head in a row
     o         [c (U P | 1), Y] outputs
-    prepared  two, of key heads that are being solved and of the following ones
+    prepared  [2] of key heads that are being solved and of the following ones
     """
 
     gates: Any
     turned: Any
     o: Any
-    prepared: tuple[Prepared, Prepared]
+    prepared: Prepared
 
     @staticmethod
     def shapes(n: Sizes, dtype: Any) -> list[Any]:
         w = heads_in_pack(n)
         gates, turned, o = (2, n.U // w, w * n.c), (2, n.U, n.c), (n.c * (n.U * n.P | 1), n.Y)
         own = [pltpu.VMEM(shape, jnp.float32) for shape in (gates, turned, o)]
-        return [*own, *Prepared.shapes(n, dtype), *Prepared.shapes(n, dtype)]
+        return [*own, *Prepared.shapes(n, dtype)]
 
     @staticmethod
     def of(refs: tuple[Any, ...]) -> Chunk:
-        size = (len(refs) - 3) // 2
-        return Chunk(*refs[:3], (Prepared(*refs[3 : 3 + size]), Prepared(*refs[3 + size :])))
+        return Chunk(*refs[:3], Prepared(*refs[3:]))
 
 
 def together(n: Sizes) -> int:
@@ -119,16 +121,32 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     heads = lambda i: [i * size + j for j in range(size)]  # noqa: E731
     prepare_group = lambda i, to: prepare(n, heads(i), lo, hi, s, m, to, state, o.dtype)  # noqa: E731
     solve_group = lambda i, of: solve(n, heads(i), m, of, state, o.dtype)  # noqa: E731
-    interleave(prepare_group(0, m.prepared[0]))
-    for i in range(groups):
-        following = [prepare_group(i + 1, m.prepared[(i + 1) % 2])] if i + 1 < groups else []
-        interleave(solve_group(i, m.prepared[i % 2]), *following)
+    interleave(prepare_group(0, m.prepared.at(0)))
 
-    def store(t: Any, _: None) -> None:
+    def both(i: Any, _: None) -> None:
+        interleave(solve_group(i, m.prepared.at(i % 2)), prepare_group(i + 1, m.prepared.at((i + 1) % 2)))
+
+    lax.fori_loop(0, groups - 1, both, None)
+    interleave(solve_group(groups - 1, m.prepared.at((groups - 1) % 2)))
+
+    def store(t: Any, _: Any = None) -> None:
         for p in range(n.P):
             o[t, :, p * n.Y : (p + 1) * n.Y] = m.o[pl.ds(t * UP + p, n.U, stride=n.P)].astype(o.dtype)
 
-    lax.fori_loop(lo, hi, store, None)
+    def eight(i: Any, _: None) -> None:
+        first = 8 * i
+        full = (lo <= first) & (first + 8 <= hi)
+
+        @pl.when(full)
+        def _() -> None:
+            for t in range(8):
+                store(first + t)
+
+        @pl.when(~full)
+        def _() -> None:
+            lax.fori_loop(jnp.maximum(lo, first), jnp.minimum(hi, first + 8), store, None)
+
+    lax.fori_loop(lo // 8, (hi + 7) // 8, eight, None)
 
 
 def multiply(a: jax.Array, b: jax.Array, dtype: Any, contract: tuple[int, int] = (1, 0)) -> jax.Array:

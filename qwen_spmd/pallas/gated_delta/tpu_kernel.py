@@ -90,7 +90,10 @@ def kernel(
 
     @pl.when((i == 0) | (block_M[i] != block_M[jnp.maximum(i - 1, 0)]))
     def _() -> None:
-        o[...] = jnp.zeros_like(o)
+        @pl.when(hi - lo < n.c)
+        def _() -> None:
+            o[...] = jnp.zeros_like(o)
+
         take_block(n, x, b, a, a_log, dt_bias, scr)
 
     @pl.when(first_M[i] != 0)
