@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     take_tail,
 )
 
-KEY_HEADS = 4
+KEY_HEADS = 8
 """Computed at the same time: one's products go on while another waits for its own."""
 
 
@@ -60,10 +60,7 @@ class Prepared:
         packs = n.V // w * together(n)
         given = (packs, n.c, w * n.c), (packs, n.c, w * n.Z), (packs, n.c + n.Y, w * n.c)
         own = (packs, n.c, w * n.Z), (packs, 8, w * n.Z)
-        return [*(pltpu.VMEM((2, *x), dtype) for x in given), *(pltpu.VMEM((2, *x), jnp.float32) for x in own)]
-
-    def at(self, i: Any) -> Prepared:
-        return Prepared(*(getattr(self, field.name).at[i] for field in dataclasses.fields(self)))
+        return [*(pltpu.VMEM(x, dtype) for x in given), *(pltpu.VMEM(x, jnp.float32) for x in own)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +70,35 @@ class Chunk:
     gates     [2, U / w, w c] log decay and write strength of each row, a pack in a row
     turned    [2, U, c] the same, a head in a row
     o         [c (U P | 1), Y] outputs
-    prepared  [2] of key heads that are being solved and of the following ones
+    inverse, M, square  [packs, c, w c] of `unit_lower_inverse`; the latter two in the inputs' dtype
+    from_state          [key heads, 2 c, V Z] products of q and k with the state
+    prepared  two, of key heads that are being solved and of the following ones
     """
 
     gates: Any
     turned: Any
     o: Any
-    prepared: Prepared
+    inverse: Any
+    from_state: Any
+    M: Any
+    square: Any
+    prepared: tuple[Prepared, Prepared]
 
     @staticmethod
     def shapes(n: Sizes, dtype: Any) -> list[Any]:
         w = heads_in_pack(n)
         gates, turned, o = (2, n.U // w, w * n.c), (2, n.U, n.c), (n.c * (n.U * n.P | 1), n.Y)
         own = [pltpu.VMEM(shape, jnp.float32) for shape in (gates, turned, o)]
-        return [*own, *Prepared.shapes(n, dtype)]
+        packs = n.V // w * together(n)
+        from_state = together(n), 2 * n.c, n.V * n.Z
+        own += [pltpu.VMEM(shape, jnp.float32) for shape in ((packs, n.c, w * n.c), from_state)]
+        own += [pltpu.VMEM((packs, n.c, w * n.c), dtype) for _ in range(2)]
+        return [*own, *Prepared.shapes(n, dtype), *Prepared.shapes(n, dtype)]
 
     @staticmethod
     def of(refs: tuple[Any, ...]) -> Chunk:
-        return Chunk(*refs[:3], Prepared(*refs[3:]))
+        own, size = refs[:7], (len(refs) - 7) // 2
+        return Chunk(*own, (Prepared(*refs[7 : 7 + size]), Prepared(*refs[7 + size :])))
 
 
 def together(n: Sizes) -> int:
@@ -121,13 +129,10 @@ def chunk(n: Sizes, lo: Any, hi: Any, s: Scratch, m: Chunk, state: Any, tail: An
     heads = lambda i: [i * size + j for j in range(size)]  # noqa: E731
     prepare_group = lambda i, to: prepare(n, heads(i), lo, hi, s, m, to, state, o.dtype)  # noqa: E731
     solve_group = lambda i, of: solve(n, heads(i), m, of, state, o.dtype)  # noqa: E731
-    interleave(prepare_group(0, m.prepared.at(0)))
-
-    def both(i: Any, _: None) -> None:
-        interleave(solve_group(i, m.prepared.at(i % 2)), prepare_group(i + 1, m.prepared.at((i + 1) % 2)))
-
-    lax.fori_loop(0, groups - 1, both, None)
-    interleave(solve_group(groups - 1, m.prepared.at((groups - 1) % 2)))
+    interleave(prepare_group(0, m.prepared[0]))
+    for i in range(groups):
+        following = [prepare_group(i + 1, m.prepared[(i + 1) % 2])] if i + 1 < groups else []
+        interleave(solve_group(i, m.prepared[i % 2]), *following)
 
     def store(t: Any, _: Any = None) -> None:
         for p in range(n.P):
@@ -204,7 +209,7 @@ def prepare(
         k_w, qk = jnp.concatenate([k] * w), jnp.concatenate([q, k])
         scores = multiply(qk, k_w, dtype, (1, 1))
         S = jnp.concatenate([state[j * V + v] for v in range(V)], 1)
-        from_state = multiply(qk, S, dtype)
+        m.from_state[a] = multiply(qk, S, dtype)
         k_w = k_w.T
         yield
         for pack in range(V // w):
@@ -219,10 +224,10 @@ def prepare(
             G = wide([D[:, h * c : h * c + 1] * first[:, h * c : h * c + 1] for h in range(w)])
             values = jnp.concatenate([convolved(j, 2 + pack * w * P + r) for r in range(w * P)], 1)
             columns = slice(pack * w * Z, (pack + 1) * w * Z)
-            to.right[at] = (values - G * from_state[c:, columns]).astype(dtype)
+            to.right[at] = (values - G * m.from_state[a, c:, columns]).astype(dtype)
             to.left[at, :c] = (jnp.where(i >= column, scores[:c] * D, 0) * beta).astype(dtype)
             to.left[at, c:] = (k_w * (D[c - 1 :] * beta)).astype(dtype)
-            to.out[at] = G * from_state[:c, columns]
+            to.out[at] = G * m.from_state[a, :c, columns]
             to.keep[at] = jnp.broadcast_to(G[c - 1 :], (8, w * Z))
             yield
 
@@ -232,13 +237,12 @@ def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: An
     c, Y, Z, V, P, w = n.c, n.Y, n.Z, n.V, n.P, heads_in_pack(n)
     packs = [(j, pack) for j in js for pack in range(V // w)]
 
-    def products(xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
-        return [multiply(x, beside(y.astype(dtype), w), dtype) for x, y in zip(xs, ys)]
-
-    inverse = yield from unit_lower_inverse([of.system[at] for at in range(len(packs))], c, products)
-    d = products(inverse, [of.right[at] for at in range(len(packs))])
+    yield from unit_lower_inverse(m, of, len(packs), dtype)
+    for at in range(len(packs)):
+        d = multiply(m.inverse[at], beside(of.right[at], w), dtype)
+        of.right[at] = d.astype(dtype)
     yield
-    added = products([of.left[at] for at in range(len(packs))], d)
+    added = [multiply(of.left[at], beside(of.right[at], w), dtype) for at in range(len(packs))]
     yield
     for at, (j, pack) in enumerate(packs):
         out = of.out[at] + added[at][:c]
@@ -250,30 +254,38 @@ def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: An
                 m.o[pl.ds(u * P + p, c, stride=n.U * P | 1)] = out[:, (h * P + p) * Y : (h * P + p + 1) * Y]
 
 
-def unit_lower_inverse(A: list[jax.Array], c: int, products: Any) -> Generator[None, None, list[jax.Array]]:
-    """(I + A)^-1 of packs [c, w c] of strictly lower triangular matrices, c at most 64: of their diagonal blocks of 4,
-    then of 16, then all.
+def unit_lower_inverse(m: Chunk, of: Prepared, packs: int, dtype: Any) -> Iterator[None]:
+    """(I + A)^-1 of strictly lower triangular matrices `of.system`, to `m.inverse`: of their diagonal blocks of 4, then of
+    16, then all.
 
     For blocks D = I + A of a size and what is left of A in blocks of four times the size, B, the inverse is
     (I + M)^-1 D^-1 with M = D^-1 B, and M^4 = 0: (I + M M) (I - M) D^-1.
     """
-    i, column = iota(A[0].shape, 0), iota(A[0].shape, 1) % c
-    add = lambda xs, ys: [x + y for x, y in zip(xs, ys)]  # noqa: E731
-    A = [x.astype(jnp.float32) for x in A]
-    M = [jnp.where(i // 4 == column // 4, x, 0) for x in A]
-    E = [jnp.where(i == column, 1.0, 0.0) - x for x in M]
-    squares = products(M, M)
+    _, c, width = of.system.shape
+    i, column = iota((c, width), 0), iota((c, width), 1) % c
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return multiply(a, beside(b.astype(dtype), width // c), dtype)
+
+    for at in range(packs):
+        M = jnp.where(i // 4 == column // 4, of.system[at], 0)
+        m.inverse[at] = jnp.where(i == column, 1.0, 0.0) - M.astype(jnp.float32)
+        m.square[at] = product(M, M).astype(dtype)
     yield
-    D = add(E, products(squares, E))
+    for at in range(packs):
+        m.inverse[at] += product(m.square[at], m.inverse[at])
     yield
     for size in (4, 16):
-        if size < c:
-            here = (i // size != column // size) & (i // (4 * size) == column // (4 * size))
-            M = products(D, [jnp.where(here, x, 0) for x in A])
-            yield
-            E = [x - y for x, y in zip(D, products(M, D))]
-            squares = products(M, M)
-            yield
-            D = add(E, products(squares, E))
-            yield
-    return D
+        if size >= c:
+            break
+        here = (i // size != column // size) & (i // (4 * size) == column // (4 * size))
+        for at in range(packs):
+            m.M[at] = product(m.inverse[at], jnp.where(here, of.system[at], 0)).astype(dtype)
+        yield
+        for at in range(packs):
+            m.inverse[at] -= product(m.M[at], m.inverse[at])
+            m.square[at] = product(m.M[at], m.M[at]).astype(dtype)
+        yield
+        for at in range(packs):
+            m.inverse[at] += product(m.square[at], m.inverse[at])
+        yield
