@@ -255,7 +255,7 @@ def solve(n: Sizes, js: list[Any], m: Chunk, of: Prepared, state: Any, dtype: An
 
 
 def unit_lower_inverse(m: Chunk, of: Prepared, packs: int, dtype: Any) -> Iterator[None]:
-    """(I + A)^-1 of strictly lower triangular matrices `of.system`, to `m.inverse`: of their diagonal blocks of 4, then of
+    """(I + A)^-1 of strictly lower triangular matrices `of.system`, to `m.inverse`: of diagonal blocks of 4, then of
     16, then all.
 
     For blocks D = I + A of a size and what is left of A in blocks of four times the size, B, the inverse is
