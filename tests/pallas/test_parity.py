@@ -251,8 +251,6 @@ class Op(NamedTuple):
     """Inputs of which no element that is not NaN may change by one per cent without failing the comparison."""
     interpreted: tuple[str, ...] = ()
     """Cases for which the GPU's kernels are interpreted in every run of the tests; `slow` has the others."""
-    interpreted_tpu: tuple[str, ...] = ()
-    """The same of the TPU's."""
 
 
 OPS = {
@@ -276,7 +274,6 @@ OPS = {
         3,
         ("qkv_TC", "b_TU", "a_TU", "dt_bias_U", "conv", "rec"),
         interpreted=("chunk edges", "mixed, bfloat16", "forks of one snapshot", "bucket of 8, forks"),
-        interpreted_tpu=("mixed, bfloat16", "bucket of 8, forks", "bucket of 8, bfloat16 state"),
     ),
     "few_rows_mlp": Op(few_rows_mlp, check_few_rows_mlp, 3, ("x_TD", "gates_TE", "w_gate", "w_up", "w_down")),
     "grouped_mlp": Op(
@@ -337,23 +334,15 @@ def test_parity(op, case, impl):
     op.check(x, run(op.cases, impl, x), op.factor, impl)
 
 
-def interpreted_cases(names):
+def interpreted_cases():
     for name, op in OPS.items():
         for case in op.cases.CASES:
-            if names(op) and not case.full:
-                marks = () if case.name in names(op) else pytest.mark.slow
+            if op.interpreted and not case.full:
+                marks = () if case.name in op.interpreted else pytest.mark.slow
                 yield pytest.param(op, case, id=f"{name}: {case.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("op", "case"), list(interpreted_cases(lambda op: op.interpreted_tpu)))
-def test_parity_of_interpreted_tpu_kernels(op, case):
-    x = op.cases.inputs(case)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        got = jax.tree.map(np.array, op.cases.run(x, "tpu"))
-    op.check(x, got, op.factor, "tpu")
-
-
-@pytest.mark.parametrize(("op", "case"), list(interpreted_cases(lambda op: op.interpreted)))
+@pytest.mark.parametrize(("op", "case"), list(interpreted_cases()))
 @pytest.mark.skipif("gpu" in IMPLS, reason="the interpreter leaves triton unable to compile")
 def test_parity_of_interpreted_gpu_kernels(op, case):
     pytest.importorskip("triton")
@@ -361,6 +350,27 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
     with interpreted(getattr(case, "capability", 90)):
         got = jax.tree.map(np.array, op.cases.run(x, "gpu"))
     op.check(x, got, op.factor, "gpu")
+
+
+# By op, those that every run of the tests has; `slow` has the others.
+INTERPRETED_FOR_TPU = {"gated_delta": ("mixed, bfloat16", "bucket of 8, forks", "bucket of 8, bfloat16 state")}
+
+
+def interpreted_tpu_cases():
+    for name, few in INTERPRETED_FOR_TPU.items():
+        for case in OPS[name].cases.CASES:
+            if not case.full:
+                marks = () if case.name in few else pytest.mark.slow
+                yield pytest.param(OPS[name], case, id=f"{name}: {case.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("op", "case"), list(interpreted_tpu_cases()))
+def test_parity_of_interpreted_tpu_kernels(op, case):
+    """Memory that nobody has written is NaN, and copies are only done when they are waited for."""
+    x = op.cases.inputs(case)
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.tree.map(np.array, jax.jit(lambda x: op.cases.run(x, "tpu"))(x))
+    op.check(x, got, op.factor, "tpu")
 
 
 FORCED = [

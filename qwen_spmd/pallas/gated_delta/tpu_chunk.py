@@ -25,9 +25,9 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     DECAY,
     Scratch,
     Sizes,
+    convolve,
     normalise,
     put_tail,
-    sigmoid,
     split,
     take_tail,
 )
@@ -97,8 +97,10 @@ class Chunk:
 
     @staticmethod
     def of(refs: tuple[Any, ...]) -> Chunk:
-        own, size = refs[:7], (len(refs) - 7) // 2
-        return Chunk(*own, (Prepared(*refs[7 : 7 + size]), Prepared(*refs[7 + size :])))
+        gates, turned, o, inverse, from_state, M, square, *prepared = refs
+        half = len(prepared) // 2
+        own = gates, turned, o, inverse, from_state, M, square
+        return Chunk(*own, (Prepared(*prepared[:half]), Prepared(*prepared[half:])))
 
 
 def together(n: Sizes) -> int:
@@ -192,8 +194,8 @@ def prepare(
 
     def convolved(j: Any, r: int) -> jax.Array:
         at = [t * n.pitch + j * per_key + r for t in range(n.W)]
-        u = sum(s.xs[pl.ds(first, c, stride=n.pitch)] * s.taps[pl.ds(first, 1)] for first in at)
-        return jnp.where(live, u * sigmoid(u), 0)
+        u = convolve([s.xs[pl.ds(first, c, stride=n.pitch)] for first in at], [s.taps[pl.ds(first, 1)] for first in at])
+        return jnp.where(live, u, 0)
 
     i, column = iota((c, w * c), 0), iota((c, w * c), 1) % c
     later = iota((w * c, w * c), 0) > iota((w * c, w * c), 1)

@@ -65,8 +65,8 @@ def kernel(
         at, slot = seq % BUFFERS, (write_B if write else read_B)[seq]
         ends = [(rec.at[layer[0], slot], states.at[at]), (conv.at[layer[0], slot], tails.at[at])]
         return [
-            pltpu.make_async_copy(*(reversed(pair) if write else pair), semaphores.at[write, which, at])
-            for which, pair in enumerate(ends)
+            pltpu.make_async_copy(*((here, there) if write else (there, here)), semaphores.at[write, which, at])
+            for which, (there, here) in enumerate(ends)
         ]
 
     def read_ahead(seq: Any) -> None:

@@ -99,6 +99,14 @@ class Scratch:
         return [pltpu.VMEM(shape, jnp.float32) for shape in (*rows, (2, n.c, n.U), *token)]
 
 
+def convolve(inputs: list[jax.Array], taps: list[jax.Array]) -> jax.Array:
+    """silu of the convolution, of W shifted inputs."""
+    u = inputs[0] * taps[0]
+    for x, w in zip(inputs[1:], taps[1:]):
+        u += x * w
+    return u * sigmoid(u)
+
+
 def sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 

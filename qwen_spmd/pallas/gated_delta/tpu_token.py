@@ -24,9 +24,9 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     Scratch,
     Sizes,
     V,
+    convolve,
     normalise,
     put_tail,
-    sigmoid,
     split,
     take_tail,
 )
@@ -45,8 +45,8 @@ def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any,
     take_tail(n, tail, s.window, 0)
     s.window[pl.ds((n.W - 1) * n.pitch, n.N)] = x
     put_tail(n, s.window, n.pitch, tail)
-    u = sum(s.window[at] * s.taps[at] for at in (pl.ds(w * n.pitch, n.N) for w in range(n.W)))
-    s.u[...] = u * sigmoid(u)
+    at = [pl.ds(w * n.pitch, n.N) for w in range(n.W)]
+    s.u[...] = convolve([s.window[x] for x in at], [s.taps[x] for x in at])
     per_key = n.N // J
     q = normalise(s.u[pl.ds(0, J, stride=per_key)]) * Y**-0.5
     k = normalise(s.u[pl.ds(1, J, stride=per_key)])
