@@ -17,8 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Heads = range
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -53,13 +51,9 @@ class Sizes:
         """Value heads of a key head."""
         return self.U // self.J
 
-    def groups(self, size: int) -> list[Heads]:
-        return [range(j, min(j + size, self.J)) for j in range(0, self.J, size)]
-
-    def tiles(self, heads: Heads) -> list[tuple[int, int, int, int]]:
-        """(key head, value head, part, row of [U P]) of each square part of the states of some key heads."""
-        us = range(heads[0] * self.V, (heads[-1] + 1) * self.V)
-        return [(u // self.V, u, p, u * self.P + p) for u in us for p in range(self.P)]
+    def tiles(self) -> list[tuple[int, int, int, int]]:
+        """(key head, value head, part, row of [U P]) of each square part of the states."""
+        return [(u // self.V, u, p, u * self.P + p) for u in range(self.U) for p in range(self.P)]
 
 
 PITCH = 9

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     PITCH,
     QS,
     D,
-    Heads,
     O,
     Scratch,
     Sizes,
@@ -30,9 +28,6 @@ from qwen_spmd.pallas.gated_delta.tpu_pieces import (
     split,
     take_tail,
 )
-
-KEY_HEADS = 4
-"""Of which states are read and written together."""
 
 
 def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any, o: Any) -> None:
@@ -61,40 +56,31 @@ def one_token(n: Sizes, t: Any, x: jax.Array, s: Scratch, state: Any, tail: Any,
             s.of_value[which, pl.ds(p, n.U, stride=P)] = jnp.broadcast_to(column, (n.U, Y))
     k_YJ = k.T
     multiply = multiply_bfloat16 if state.dtype == jnp.bfloat16 else multiply_float32
-    groups = n.groups(KEY_HEADS)
-    some = multiply(n, q, k, s, state)
-    some(groups[0])
-    for here, following in zip(groups, [*groups[1:], ()]):
-        if following:  # the matrix unit's work goes on while these states are written
-            some(following)
-        at = slice(here[0] * VP, (here[-1] + 1) * VP)
-        decay, beta, v, kq, kS, qS = (s.of_value[which, at] for which in (DECAY, BETA, V, KQ, KS, QS))
-        d = beta * (v - decay * kS)
-        s.of_value[D, at] = d
-        s.of_value[O, at] = decay * qS + kq * d
-        for j, u, p, at in n.tiles(here):
-            columns = slice(p * Y, (p + 1) * Y)
-            decay, d = s.of_value[DECAY, at : at + 1], s.of_value[D, at : at + 1]
-            after = decay * state[u, :, columns].astype(jnp.float32) + k_YJ[:, j : j + 1] * d
-            state[u, :, columns] = after.astype(state.dtype)
+    kS, qS = multiply(n, q, k, s, state)
+    decay, beta, v, kq = (s.of_value[which] for which in (DECAY, BETA, V, KQ))
+    d = beta * (v - decay * kS)
+    s.of_value[D] = d
+    s.of_value[O] = decay * qS + kq * d
     for p in range(P):
         o[t, :, p * Y : (p + 1) * Y] = s.of_value[O, pl.ds(p, n.U, stride=P)].astype(o.dtype)
+    for j, u, p, at in n.tiles():
+        columns = slice(p * Y, (p + 1) * Y)
+        decay, d = s.of_value[DECAY, at : at + 1], s.of_value[D, at : at + 1]
+        after = decay * state[u, :, columns].astype(jnp.float32) + k_YJ[:, j : j + 1] * d
+        state[u, :, columns] = after.astype(state.dtype)
 
 
-def multiply_float32(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> Callable[[Heads], None]:
-    """What puts S^T k and S^T q of some key heads' float32 states into `s.of_value`; q and k [J, Y]."""
+def multiply_float32(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> tuple[jax.Array, jax.Array]:
+    """(S^T k, S^T q) [U P, Y] of float32 states; q and k [J, Y]."""
     of_key = (KS, k.T), (QS, q.T)
-
-    def some(heads: Heads) -> None:
-        for j, u, p, at in n.tiles(heads):
-            S = state[u, :, p * n.Y : (p + 1) * n.Y]
-            for which, x in of_key:
-                s.of_value[which, at : at + 1] = jnp.sum(S * x[:, j : j + 1], 0, keepdims=True)
-
-    return some
+    for j, u, p, at in n.tiles():
+        S = state[u, :, p * n.Y : (p + 1) * n.Y]
+        for which, x in of_key:
+            s.of_value[which, at : at + 1] = jnp.sum(S * x[:, j : j + 1], 0, keepdims=True)
+    return s.of_value[KS], s.of_value[QS]
 
 
-def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> Callable[[Heads], None]:
+def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: Any) -> tuple[jax.Array, jax.Array]:
     """The same of bfloat16 states, which are exact in the matrix unit. So is a float32 vector in three rows.
 
     Two key heads share a product, with zeros in each one's rows where the other's states are: 256 rows fill the unit.
@@ -102,22 +88,20 @@ def multiply_bfloat16(n: Sizes, q: jax.Array, k: jax.Array, s: Scratch, state: A
     Y, VP = n.Y, n.V * n.P
     for r, part in enumerate((*split(k), *split(q), jnp.zeros_like(k), jnp.zeros_like(k))):
         s.rows[pl.ds(r, n.J, stride=PITCH)] = part
+    for pair in (range(n.J)[j : j + 2] for j in range(0, n.J, 2)):
+        own = [s.rows[pl.ds(PITCH * j, 8)] for j in pair]
+        rows = [jnp.concatenate([x if x is y else jnp.zeros_like(x) for y in own], 1) for x in own]
+        states = [jnp.concatenate([state[j * n.V + v] for v in range(n.V)], 1) for j in pair]
+        products = jnp.dot(
+            jnp.concatenate(rows).astype(jnp.bfloat16), jnp.concatenate(states), preferred_element_type=jnp.float32
+        )
+        for i, j in enumerate(pair):
+            for m in range(VP):
+                tile = products[8 * i : 8 * i + 8, m * Y : (m + 1) * Y]
+                s.products[pl.ds(PITCH * (j * VP + m), 8)] = tile
 
-    def some(heads: Heads) -> None:
-        for pair in (heads[i : i + 2] for i in range(0, len(heads), 2)):
-            own = [s.rows[pl.ds(PITCH * j, 8)] for j in pair]
-            rows = [jnp.concatenate([x if x is y else jnp.zeros_like(x) for y in own], 1) for x in own]
-            states = [jnp.concatenate([state[j * n.V + v] for v in range(n.V)], 1) for j in pair]
-            products = jnp.dot(
-                jnp.concatenate(rows).astype(jnp.bfloat16), jnp.concatenate(states), preferred_element_type=jnp.float32
-            )
-            for i, j in enumerate(pair):
-                for m in range(VP):
-                    tile = products[8 * i : 8 * i + 8, m * Y : (m + 1) * Y]
-                    s.products[pl.ds(PITCH * (j * VP + m), 8)] = tile
-        first, size = heads[0] * VP, len(heads) * VP
-        for r, which in ((0, KS), (3, QS)):
-            parts = [s.products[pl.ds(PITCH * first + r + i, size, stride=PITCH)] for i in range(3)]
-            s.of_value[which, first : first + size] = parts[0] + parts[1] + parts[2]
+    def total(first: int) -> jax.Array:
+        parts = [s.products[pl.ds(first + i, n.U * n.P, stride=PITCH)] for i in range(3)]
+        return parts[0] + parts[1] + parts[2]
 
-    return some
+    return total(0), total(3)
