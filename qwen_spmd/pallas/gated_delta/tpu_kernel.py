@@ -132,7 +132,7 @@ def kernel(
 
     @pl.when(i == pl.num_programs(0) - 1)
     def _() -> None:
-        for seq in range(n.B - (BUFFERS - AHEAD), n.B):
+        for seq in range(max(0, n.B - (BUFFERS - AHEAD)), n.B):
             written(seq)
 
 
