@@ -9,11 +9,15 @@ models.
 import importlib.util
 from typing import Any, Literal
 
-Impl = Literal["reference", "gpu"]
+Impl = Literal["reference", "gpu", "tpu"]
 
 
 def impl_for(device: Any) -> Impl:
-    """The implementation that a device of this platform runs."""
+    """The implementation that a device of this platform runs.
+
+    A TPU runs the reference: of the ops of a step few have a TPU kernel yet. In "tpu", the others are the reference,
+    too.
+    """
     if device.platform not in ("gpu", "cuda"):
         return "reference"
     capability = str(getattr(device, "compute_capability", "9.0"))  # described devices may not say

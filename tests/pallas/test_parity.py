@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -125,8 +126,8 @@ def check_gated_delta(x: gated_delta.Inputs, got, factor, impl):
     close(got_o, o_TUZ, factor, Y)
     got_conv[l, 0] = conv[l, 0]
     same_bits(got_conv, conv)
-    # On a GPU, products of 16-bit inputs have operands of 16 bits; the reference's are float32.
-    kept = x.qkv_TC.dtype if impl == "gpu" else x.rec.dtype
+    # On GPUs and TPUs, products of 16-bit inputs have operands of 16 bits; the reference's are float32.
+    kept = x.qkv_TC.dtype if impl != "reference" else x.rec.dtype
     for slot, S in rec.items():
         close(got_rec[l, slot], S, factor, Y, max(x.rec.dtype, kept, key=lambda d: jnp.finfo(d).eps))
     touched = [0, *rec]
@@ -351,6 +352,27 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
     with interpreted(getattr(case, "capability", 90)):
         got = jax.tree.map(np.array, op.cases.run(x, "gpu"))
     op.check(x, got, op.factor, "gpu")
+
+
+# By op, those that every run of the tests has; `slow` has the others.
+INTERPRETED_FOR_TPU = {"gated_delta": ("mixed, bfloat16", "bucket of 8, forks", "bucket of 8, bfloat16 state")}
+
+
+def interpreted_tpu_cases():
+    for name, few in INTERPRETED_FOR_TPU.items():
+        for case in OPS[name].cases.CASES:
+            if not case.full:
+                marks = () if case.name in few else pytest.mark.slow
+                yield pytest.param(OPS[name], case, id=f"{name}: {case.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("op", "case"), list(interpreted_tpu_cases()))
+def test_parity_of_interpreted_tpu_kernels(op, case):
+    """Memory that nobody has written is NaN, and copies are only done when they are waited for."""
+    x = op.cases.inputs(case)
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.tree.map(np.array, jax.jit(lambda x: op.cases.run(x, "tpu"))(x))
+    op.check(x, got, op.factor, "tpu")
 
 
 FORCED = [

@@ -29,7 +29,7 @@ def gated_delta(
         S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
     with q and k l2-normalised (epsilon 1e-6 inside the root), q scaled by Y**-0.5. All in float32, but for matrix
-    products on a GPU, whose operands are rounded to qkv's dtype.
+    products on GPUs and TPUs, whose operands are rounded to qkv's dtype.
 
     qkv_TC      inputs of the convolution; C grouped by key head: query Y, key Y, then U / J values of Z
     conv_w_WC   taps; the last multiplies the current token
@@ -47,3 +47,7 @@ def gated_delta(
             from qwen_spmd.pallas.gated_delta import gpu
 
             return gpu.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)
+        case "tpu":
+            from qwen_spmd.pallas.gated_delta import tpu
+
+            return tpu.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)
