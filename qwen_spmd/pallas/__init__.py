@@ -9,7 +9,7 @@ models.
 import importlib.util
 from typing import Any, Literal
 
-Impl = Literal["reference", "gpu"]
+Impl = Literal["reference", "gpu", "tpu"]
 
 
 def impl_for(device: Any) -> Impl:

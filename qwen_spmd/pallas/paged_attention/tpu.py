@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention on a TPU: one kernel for all sequences of one token, one for all longer ones.
+
+There is no schedule: the kernel walks the batch's own metadata (`q_start_B`, `kv_len_B`, `pages_BP` in scalar memory),
+so that nothing is computed for a call, nothing is bounded and nothing can overflow. Work is cut into items, a tile of
+`tokens` query rows of a sequence each, and an item's context into blocks of `pages` pages. `streams` items are under way
+at once, each in a place of its own; a stream that has finished an item takes the batch's next. Every trip of the loop
+starts the copies of the next block of each stream, waits for the current ones and computes them.
+
+New keys and values reach their pages here, too. A sequence of one token puts it into the last block it has loaded
+anyway, and copies back the aligned group of rows around it, the least that a copy can write. Longer sequences have
+theirs written page by page before the walk begins.
+
+Whatever lies in a page past a sequence's end must have no influence. Keys there are masked in the scores; values would
+still turn a weight of zero into NaN, so the last block of an item has zeros written over them, in VMEM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from qwen_spmd.state import Ragged
+
+MASKED = -1e30  # finite: inf - inf is NaN
+VMEM = 60 << 20  # of 64 MiB
+SMEM = 768 << 10  # of 1 MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How work is cut: query rows of an item, items under way, pages of a block, query rows of one product."""
+
+    tokens: int
+    streams: int
+    pages: int
+    sub: int
+
+
+def paged_attention(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: jax.Array, layer: jax.Array, rows: Ragged
+) -> tuple[jax.Array, jax.Array]:
+    (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
+    G = N // K
+    # Rows of a (token, key head) fill whole tiles of registers, so that tokens times G are rows of a product.
+    tile = 8 * 4 // q_TNH.dtype.itemsize
+    q = q_TNH.reshape(T, K, G, H)
+    if G % tile:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, -G % tile), (0, 0)))
+    # A token's new rows, keys then values, as float32: tokens lie along no tiled dimension and copies may begin at any.
+    new = jnp.concatenate([k_TKH, v_TKH], axis=1).astype(jnp.float32)
+    if kv.dtype.itemsize == 1:  # eight bits saturate
+        limit = float(jnp.finfo(kv.dtype).max)
+        new = jnp.clip(new, -limit, limit)
+    o = None
+    if not rows.one_token and T > 1:
+        o, kv = _launch(q, new, kv, None, layer, rows, several=True)
+    o, kv = _launch(q, new, kv, o, layer, rows, several=False)
+    return o[:, :, :G].reshape(T, N, H), kv
+
+
+def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
+    T, K, G, H = q.shape
+    S = kv.shape[4]
+    if several:
+        tokens = min(T, max(1, 1024 // G))
+        return Blocks(tokens, 1, min(max(1, 512 // S), pages_per_seq), math.gcd(tokens, max(1, 256 // G)))
+    return Blocks(1, min(4, T), min(max(1, 1024 // S), pages_per_seq), 1)
+
+
+def _launch(
+    q: jax.Array,
+    new: jax.Array,
+    kv: jax.Array,
+    o: jax.Array | None,
+    layer: jax.Array,
+    rows: Ragged,
+    *,
+    several: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of sequences of several tokens, or of one. q and o [T, K, G, H], new [T, 2K, H]; o is filled in."""
+    T, K, G, H = q.shape
+    S = kv.shape[4]
+    c = blocks(q, kv, rows.pages_BP.shape[1], several)
+    if rows.pages_BP.size * 4 > SMEM:
+        raise ValueError(f"a page table of {rows.pages_BP.shape} does not fit into scalar memory")
+    keys, M = c.pages * S, c.tokens * G
+    group = min(32, S)  # rows that a copy may write apart, of any dtype
+    spare = min(T, S)
+    scratch = {
+        "kv_buf": pltpu.VMEM((2, c.streams, c.pages, K, 2, S, H), kv.dtype),
+        "q_buf": pltpu.VMEM((2, c.streams, 2 * c.tokens, K, G, H), q.dtype),
+        "o_buf": pltpu.VMEM((c.streams, c.tokens, K, G, H), q.dtype),
+        "zeros": pltpu.VMEM((c.tokens, K, G, H), q.dtype),
+        "acc": pltpu.VMEM((c.streams, K, M, H), jnp.float32),
+        "m": pltpu.VMEM((c.streams, K, M, 1), jnp.float32),
+        "l": pltpu.VMEM((c.streams, K, M, 1), jnp.float32),
+        "new_buf": pltpu.VMEM((2 * S + spare, 2 * K, H) if several else (2, c.streams, 1, 2 * K, H), jnp.float32),
+        "out_buf": pltpu.VMEM((K, 2, S, H) if several else (c.streams, K, 2, group, H), kv.dtype),
+        "pending": pltpu.SMEM((c.streams,), jnp.int32),
+        "kv_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
+        "q_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
+        "o_sem": pltpu.SemaphoreType.DMA((c.streams,)),
+        "z_sem": pltpu.SemaphoreType.DMA,
+    }
+    smem, any_ = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    scalars = [jnp.reshape(layer, 1).astype(jnp.int32), rows.q_start_B, rows.kv_len_B, rows.pages_BP.reshape(-1)]
+    arrays = [q, new, kv, *([] if o is None else [o])]
+    kernel = functools.partial(
+        _kernel, c=c, T=T, B=len(rows.kv_len_B), several=several, one_token=rows.one_token, names=tuple(scratch),
+        scale=H**-0.5, given=o is not None,
+    )  # fmt: skip
+    o, kv = pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)),
+        in_specs=[smem] * 4 + [any_] * len(arrays),
+        out_specs=(any_, any_),
+        scratch_shapes=list(scratch.values()),
+        input_output_aliases={6: 1} | ({} if o is None else {7: 0}),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM, has_side_effects=True),
+        name=f"paged_attention_{'several' if several else 'one'}_{c.tokens}x{c.streams}x{keys}",
+    )(*scalars, *arrays)
+    return o, kv
+
+
+def _kernel(
+    layer_ref: Any, q_start: Any, kv_len: Any, pages: Any, q_hbm: Any, new_hbm: Any, *refs: Any,
+    c: Blocks, T: int, B: int, several: bool, one_token: bool, names: tuple[str, ...], scale: float, given: bool,
+) -> None:  # fmt: skip
+    refs = refs[1 + given :]  # the aliased inputs
+    o_hbm, kv_hbm = refs[:2]
+    r = dict(zip(names, refs[2:], strict=True))
+    kv_buf, q_buf, o_buf, new_buf, out_buf, pending = (
+        r[name] for name in ("kv_buf", "q_buf", "o_buf", "new_buf", "out_buf", "pending")
+    )
+    _, _, PB, K, _, S, H = kv_buf.shape
+    G, keys, table = q_buf.shape[4], PB * S, pages.shape[0] // B
+    layer = layer_ref[0]
+    group = min(32, S)
+
+    def q_len(b):
+        return jnp.where(kv_len[b] > 0, 1, 0) if one_token else q_start[b + 1] - q_start[b]
+
+    def next_seq(b):
+        """The first sequence from b on that is ours, or B."""
+
+        def other(b):
+            n = q_len(jnp.minimum(b, B - 1))
+            return (b < B) & ((n <= 1) if several else (n != 1))
+
+        return jax.lax.while_loop(other, lambda b: b + 1, b)
+
+    def item(b, tile):
+        """(row, first position, rows) of a tile of sequence b."""
+        b = jnp.minimum(b, B - 1)
+        done = tile * c.tokens
+        rows = jnp.minimum(q_len(b) - done, c.tokens)
+        return q_start[b] + done, kv_len[b] - q_len(b) + done, rows
+
+    def blocks_of(b, tile):
+        _, first, rows = item(b, tile)
+        return (first + rows + keys - 1) // keys
+
+    # --- copies ---------------------------------------------------------------------------------------------------
+
+    def kv_copies(slot, j, b, tile, block, act):
+        """Of the pages of a block that are there."""
+        _, first, rows = item(b, tile)
+        for p in range(PB):
+            index = block * PB + p
+
+            @pl.when((b < B) & (index * S < first + rows))
+            def _(p=p, index=index):
+                page = pages[jnp.minimum(b, B - 1) * table + index]
+                act(pltpu.make_async_copy(kv_hbm.at[layer, page], kv_buf.at[slot, j, p], r["kv_sem"].at[slot, j]))
+
+    def q_copies(par, j, b, tile, act):
+        row, _, _ = item(b, tile)
+        row = jnp.minimum(row, T - c.tokens)
+        dst = q_buf.at[par, j, pl.ds(0, c.tokens)]
+        act(pltpu.make_async_copy(q_hbm.at[pl.ds(row, c.tokens)], dst, r["q_sem"].at[par, j]))
+        if not several:
+            act(pltpu.make_async_copy(new_hbm.at[pl.ds(row, 1)], new_buf.at[par, j], r["q_sem"].at[par, j]))
+
+    def row_copies(src, row, rows, sem, act):
+        """Of the first `rows` of src, a number known at run time only: in powers of two."""
+        size = pl.next_power_of_2(c.tokens)
+        while size:
+            if size <= c.tokens:
+
+                @pl.when((rows & size) != 0)
+                def _(size=size):
+                    at = rows & ~(2 * size - 1)
+                    act(pltpu.make_async_copy(src.at[pl.ds(at, size)], o_hbm.at[pl.ds(row + at, size)], sem))
+
+            size //= 2
+
+    def start(copy):
+        copy.start()
+
+    def wait(copy):
+        copy.wait()
+
+    # --- rows of zeros --------------------------------------------------------------------------------------------
+
+    if one_token or several:
+        r["zeros"][...] = jnp.zeros_like(r["zeros"])
+        if one_token:
+
+            def padding(i):
+                return i, jnp.where(kv_len[i] > 0, 0, 1)
+
+            count = B
+        else:
+
+            def padding(i):
+                row = q_start[B] + i * c.tokens
+                return row, jnp.minimum(T - row, c.tokens)
+
+            count = (T - q_start[B] + c.tokens - 1) // c.tokens
+
+        def zero(act):
+            jax.lax.fori_loop(0, count, lambda i, _: row_copies(r["zeros"], *padding(i), r["z_sem"], act), None)
+
+        zero(start)
+
+    # --- new rows of longer sequences -----------------------------------------------------------------------------
+
+    def write_page(b, page_index):
+        page = pages[b * table + page_index]
+        begin = page_index * S
+        row = q_start[b] + begin - (kv_len[b] - q_len(b))  # that of the page's first place, if it has one
+        window = min(T, S)
+        at = jnp.clip(row, 0, T - window)
+        load = pltpu.make_async_copy(kv_hbm.at[layer, page], out_buf, r["kv_sem"].at[0, 0])
+        news = pltpu.make_async_copy(new_hbm.at[pl.ds(at, window)], new_buf.at[pl.ds(S, window)], r["q_sem"].at[0, 0])
+        load.start()
+        news.start()
+        load.wait()
+        news.wait()
+
+        def one_group(g, _):
+            pos = begin + g * group + jax.lax.broadcasted_iota(jnp.int32, (group, H), 0)
+            fresh = (pos >= kv_len[b] - q_len(b)) & (pos < kv_len[b])
+            place = pl.ds(pl.multiple_of(g * group, group), group)
+            for k in range(K):
+                for i in range(2):
+                    x = new_buf[pl.ds(S + row - at + g * group, group), i * K + k]
+                    old = out_buf[k, i, place].astype(jnp.float32)
+                    out_buf[k, i, place] = jnp.where(fresh, x, old).astype(out_buf.dtype)
+
+        jax.lax.fori_loop(0, S // group, one_group, None)
+        store = pltpu.make_async_copy(out_buf, kv_hbm.at[layer, page], r["kv_sem"].at[0, 0])
+        store.start()
+        store.wait()
+
+    if several:
+
+        def write_seq(b, _):
+            @pl.when(q_len(b) > 1)
+            def _():
+                begin = (kv_len[b] - q_len(b)) // S
+                jax.lax.fori_loop(begin, (kv_len[b] + S - 1) // S, lambda p, _: write_page(b, p), None)
+
+        jax.lax.fori_loop(0, B, write_seq, None)
+
+    # --- a block --------------------------------------------------------------------------------------------------
+
+    def clean(slot, j, b, tile, block, par):
+        """In an item's last block: the new token of a sequence of one, and zeros for values past the end."""
+        _, first, rows = item(b, tile)
+        end = first + rows
+        g = (end - 1 - block * keys) // group
+
+        def place(g):
+            at = g * group
+            return at // S, pl.ds(pl.multiple_of(at % S, group), group)
+
+        pos = block * keys + g * group + jax.lax.broadcasted_iota(jnp.int32, (group, H), 0)
+        p, at = place(g)
+        for k in range(K):
+            for i in range(2):
+                x = kv_buf[slot, j, p, k, i, at].astype(jnp.float32)
+                if not several:
+                    x = jnp.where(pos == end - 1, new_buf[par, j, 0, pl.ds(i * K + k, 1)], x)
+                    out_buf[j, k, i] = x.astype(out_buf.dtype)
+                kv_buf[slot, j, p, k, i, at] = (jnp.where(pos < end, x, 0) if i else x).astype(kv_buf.dtype)
+
+        def zero(g, _):
+            p, at = place(g)
+            for k in range(K):
+                kv_buf[slot, j, p, k, 1, at] = jnp.zeros((group, H), kv_buf.dtype)
+
+        jax.lax.fori_loop(g + 1, keys // group, zero, None)
+
+    def copy_back(j, b, act):
+        last = jnp.maximum(kv_len[b] - 1, 0)  # a wait may name any sequence
+        page = pages[b * table + last // S]
+        at = pl.ds(pl.multiple_of(last % S // group * group, group), group)
+        act(pltpu.make_async_copy(out_buf.at[j], kv_hbm.at[layer, page, :, :, at], r["o_sem"].at[j]))
+
+    def product(x, y, contract):
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        dims = (((1,), (contract,)), ((), ()))
+        return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def attend(slot, j, par, k, sub, off, first, block, masked):
+        """Online softmax of rows sub * c.sub on of key head k over a block."""
+        tokens = q_buf[par, j, pl.ds(off + sub * c.sub, c.sub), k]
+        q = tokens.reshape(c.sub * G, H)
+        at = pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)
+        key, value = (kv_buf[slot, j, :, k, i].reshape(keys, H).astype(q.dtype) for i in (0, 1))
+        scores = product(q, key, 1) * scale
+        if masked:
+            pos = block * keys + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            seen = first + sub * c.sub + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0) // G
+            scores = jnp.where(pos <= seen, scores, MASKED)
+        m_old = jnp.where(block == 0, MASKED, r["m"][j, k, at])
+        m_new = jnp.maximum(m_old, scores.max(-1, keepdims=True))
+        p = jnp.exp(scores - m_new)
+        decay = jnp.exp(m_old - m_new)
+        r["m"][j, k, at] = m_new
+        r["l"][j, k, at] = jnp.where(block == 0, 0.0, r["l"][j, k, at] * decay) + p.sum(-1, keepdims=True)
+        before = jnp.where(block == 0, 0.0, r["acc"][j, k, at] * decay)
+        r["acc"][j, k, at] = before + product(p.astype(value.dtype), value, 0)
+
+    def compute(slot, j, b, tile, block, par):
+        row, first, rows = item(b, tile)
+        off = row - jnp.minimum(row, T - c.tokens)
+        if not several:
+            for k in range(K):
+                attend(slot, j, par, k, 0, off, first, block, True)
+            return
+        clear = (block + 1) * keys <= first + 1  # the first row sees all of it
+        count = (rows + c.sub - 1) // c.sub
+        for masked in (False, True):
+
+            @pl.when(clear != masked)
+            def _(masked=masked):
+                def one(sub, _):
+                    for k in range(K):
+                        attend(slot, j, par, k, sub, off, first, block, masked)
+
+                jax.lax.fori_loop(0, count, one, None)
+
+    def finish(j, b, tile):
+        """Divide, and send the item's rows."""
+        row, _, rows = item(b, tile)
+        wait_pending(j)
+        for k in range(K):
+            o = r["acc"][j, k] / r["l"][j, k]
+            o_buf[j, :, k] = o.reshape(c.tokens, G, H).astype(o_buf.dtype)
+        row_copies(o_buf.at[j], row, rows, r["o_sem"].at[j], start)
+        if not several:
+            copy_back(j, b, start)
+        pending[j] = rows
+
+    def wait_pending(j):
+        """For the rows that stream j sent last."""
+        row_copies(o_buf.at[j], 0, pending[j], r["o_sem"].at[j], wait)
+        if not several:
+
+            @pl.when(pending[j] > 0)
+            def _():
+                copy_back(j, 0, wait)
+
+    # --- the walk -------------------------------------------------------------------------------------------------
+
+    def claim(want, after, cursor):
+        """The batch's next item if it is wanted, and the one that comes then."""
+        b, tile = cursor
+        mine = jnp.where(want, b, after[0]), jnp.where(want, tile, after[1])
+        more = (tile + 1) * c.tokens < q_len(jnp.minimum(b, B - 1))
+        then = next_seq(jnp.where(want & ~more, b + 1, b)), jnp.where(more, tile + 1, 0)
+        return mine, tuple(jnp.where(want & (b < B), x, y) for x, y in zip(then, cursor, strict=True))
+
+    def advance(states, cursor, slot):
+        """Each stream's next block: (sequence, tile, block, which place of the queries); its copies are started."""
+        nexts = []
+        for j, (b, tile, block, par) in enumerate(states):
+            over = block + 1 >= blocks_of(b, tile)
+            over = over | (b >= B)
+            (b, tile), cursor = claim(over, (b, tile), cursor)
+            block, par = jnp.where(over, 0, block + 1), jnp.where(over, 1 - par, par)
+            kv_copies(slot, j, b, tile, block, start)
+
+            @pl.when(over & (b < B))
+            def _(j=j, b=b, tile=tile, par=par):
+                q_copies(par, j, b, tile, start)
+
+            nexts.append((b, tile, block, par))
+        return nexts, cursor
+
+    zero_i = jnp.int32(0)
+    for j in range(c.streams):
+        pending[j] = zero_i
+    # Every stream's first block; a state past the end claims.
+    end = jnp.int32(B)
+    cursor = next_seq(zero_i), zero_i
+    states, cursor = advance([(end, zero_i, zero_i, zero_i)] * c.streams, cursor, zero_i)
+
+    def live(carry):
+        _, states, _ = carry
+        return functools.reduce(jnp.logical_or, [s[0] < B for s in states])
+
+    def trip(carry):
+        slot, states, cursor = carry
+        nexts, cursor = advance(states, cursor, 1 - slot)
+        for j, (b, tile, block, par) in enumerate(states):
+
+            @pl.when(b < B)
+            def _(j=j, b=b, tile=tile, block=block, par=par):
+                @pl.when(block == 0)
+                def _():
+                    q_copies(par, j, b, tile, wait)
+
+                kv_copies(slot, j, b, tile, block, wait)
+
+                @pl.when(block + 1 == blocks_of(b, tile))
+                def _():
+                    wait_pending(j)
+                    pending[j] = 0
+                    clean(slot, j, b, tile, block, par)
+
+        for j, (b, tile, block, par) in enumerate(states):
+
+            @pl.when(b < B)
+            def _(j=j, b=b, tile=tile, block=block, par=par):
+                compute(slot, j, b, tile, block, par)
+
+        for j, (b, tile, block, _) in enumerate(states):
+
+            @pl.when((b < B) & (block + 1 == blocks_of(b, tile)))
+            def _(j=j, b=b, tile=tile):
+                finish(j, b, tile)
+
+        return 1 - slot, nexts, cursor
+
+    jax.lax.while_loop(live, trip, (zero_i, states, cursor))
+    for j in range(c.streams):
+        wait_pending(j)
+    if one_token or several:
+        zero(wait)
