@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,23 @@ from jax.experimental.pallas import tpu as pltpu
 from qwen_spmd.state import Ragged
 
 MASKED = -1e30  # finite: inf - inf is NaN
+LANES = 128
 VMEM = 60 << 20  # of 64 MiB
 SMEM = 768 << 10  # of 1 MiB
+
+
+class State(NamedTuple):
+    """Where a stream is: block `block` of `blocks` of a tile of sequence b, which sees positions up to `end`.
+
+    par: which of two places its queries are in. Past the batch's end, b is B.
+    """
+
+    b: Any
+    tile: Any
+    block: Any
+    par: Any
+    end: Any
+    blocks: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +85,20 @@ def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
     T, K, G, H = q.shape
     S = kv.shape[4]
     if several:
-        tokens = min(T, max(1, 1024 // G))
-        return Blocks(tokens, 1, min(max(1, 512 // S), pages_per_seq), math.gcd(tokens, max(1, 256 // G)))
+        subs = 1 + K % 2
+        tokens = min(T, max(1, 1024 // G)) // subs * subs
+        return Blocks(tokens, 1, min(max(1, 512 // S), pages_per_seq), math.gcd(tokens // subs, max(1, 256 // G)))
     return Blocks(1, min(4, T), min(max(1, 1024 // S), pages_per_seq), 1)
+
+
+def div(x: Any, y: int) -> Any:
+    """Of what is not negative: `//` is several instructions more."""
+    return jax.lax.div(x, jnp.full_like(x, y))
+
+
+def wide(x: jax.Array, width: int) -> jax.Array:
+    """x [rows, LANES] of which all lanes are the same, with that many."""
+    return jnp.concatenate([x] * pl.cdiv(width, LANES), axis=1)[:, :width]
 
 
 def _launch(
@@ -94,16 +120,20 @@ def _launch(
     keys, M = c.pages * S, c.tokens * G
     group = min(32, S)  # rows that a copy may write apart, of any dtype
     spare = min(T, S)
+    units = 2 if several else c.streams * K
     scratch = {
         "kv_buf": pltpu.VMEM((2, c.streams, c.pages, K, 2, S, H), kv.dtype),
         "q_buf": pltpu.VMEM((2, c.streams, 2 * c.tokens, K, G, H), q.dtype),
         "o_buf": pltpu.VMEM((c.streams, c.tokens, K, G, H), q.dtype),
         "zeros": pltpu.VMEM((c.tokens, K, G, H), q.dtype),
         "acc": pltpu.VMEM((c.streams, K, M, H), jnp.float32),
-        "m": pltpu.VMEM((c.streams, K, M, 1), jnp.float32),
-        "l": pltpu.VMEM((c.streams, K, M, 1), jnp.float32),
+        "m": pltpu.VMEM((c.streams, K, M, LANES), jnp.float32),
+        "l": pltpu.VMEM((c.streams, K, M, LANES), jnp.float32),
         "new_buf": pltpu.VMEM((2 * S + spare, 2 * K, H) if several else (2, c.streams, 1, 2 * K, H), jnp.float32),
         "out_buf": pltpu.VMEM((K, 2, S, H) if several else (c.streams, K, 2, group, H), kv.dtype),
+        "scores": [pltpu.VMEM((c.sub * G, keys), jnp.float32)] * units,
+        "max": [pltpu.VMEM((c.sub * G, LANES), jnp.float32)] * units,
+        "decay": [pltpu.VMEM((c.sub * G, LANES), jnp.float32)] * units,
         "pending": pltpu.SMEM((c.streams,), jnp.int32),
         "kv_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
         "q_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
@@ -144,6 +174,7 @@ def _kernel(
     G, keys, table = q_buf.shape[4], PB * S, pages.shape[0] // B
     layer = layer_ref[0]
     group = min(32, S)
+    log2 = scale * math.log2(math.e)
 
     def q_len(b):
         return jnp.where(kv_len[b] > 0, 1, 0) if one_token else q_start[b + 1] - q_start[b]
@@ -164,22 +195,30 @@ def _kernel(
         rows = jnp.minimum(q_len(b) - done, c.tokens)
         return q_start[b] + done, kv_len[b] - q_len(b) + done, rows
 
-    def blocks_of(b, tile):
-        _, first, rows = item(b, tile)
-        return (first + rows + keys - 1) // keys
-
     # --- copies ---------------------------------------------------------------------------------------------------
 
-    def kv_copies(slot, j, b, tile, block, act):
+    def kv_copies(slot, j, s, act):
         """Of the pages of a block that are there."""
-        _, first, rows = item(b, tile)
-        for p in range(PB):
-            index = block * PB + p
+        here = jnp.where(s.b < B, s.end - s.block * keys, 0)
+        base = jnp.minimum(s.b, B - 1) * table + s.block * PB
 
-            @pl.when((b < B) & (index * S < first + rows))
-            def _(p=p, index=index):
-                page = pages[jnp.minimum(b, B - 1) * table + index]
-                act(pltpu.make_async_copy(kv_hbm.at[layer, page], kv_buf.at[slot, j, p], r["kv_sem"].at[slot, j]))
+        def one(p):
+            act(pltpu.make_async_copy(kv_hbm.at[layer, pages[base + p]], kv_buf.at[slot, j, p], r["kv_sem"].at[slot, j]))
+
+        @pl.when(here > (PB - 1) * S)
+        def _():
+            if act is wait:  # for all at once
+                whole = kv_hbm.at[0, pl.ds(0, PB)]
+                act(pltpu.make_async_copy(whole, kv_buf.at[slot, j], r["kv_sem"].at[slot, j]))
+            else:
+                for p in range(PB):
+                    one(p)
+
+        for p in range(PB - 1):
+
+            @pl.when((here <= (PB - 1) * S) & (p * S < here))
+            def _(p=p):
+                one(p)
 
     def q_copies(par, j, b, tile, act):
         row, _, _ = item(b, tile)
@@ -273,23 +312,22 @@ def _kernel(
 
     # --- a block --------------------------------------------------------------------------------------------------
 
-    def clean(slot, j, b, tile, block, par):
+    def clean(slot, j, s):
         """In an item's last block: the new token of a sequence of one, and zeros for values past the end."""
-        _, first, rows = item(b, tile)
-        end = first + rows
-        g = (end - 1 - block * keys) // group
+        end = s.end
+        g = div(end - 1 - s.block * keys, group)
 
         def place(g):
             at = g * group
-            return at // S, pl.ds(pl.multiple_of(at % S, group), group)
+            return div(at, S), pl.ds(pl.multiple_of(jax.lax.rem(at, S), group), group)
 
-        pos = block * keys + g * group + jax.lax.broadcasted_iota(jnp.int32, (group, H), 0)
+        pos = s.block * keys + g * group + jax.lax.broadcasted_iota(jnp.int32, (group, H), 0)
         p, at = place(g)
         for k in range(K):
             for i in range(2):
                 x = kv_buf[slot, j, p, k, i, at].astype(jnp.float32)
                 if not several:
-                    x = jnp.where(pos == end - 1, new_buf[par, j, 0, pl.ds(i * K + k, 1)], x)
+                    x = jnp.where(pos == end - 1, new_buf[s.par, j, 0, pl.ds(i * K + k, 1)], x)
                     out_buf[j, k, i] = x.astype(out_buf.dtype)
                 kv_buf[slot, j, p, k, i, at] = (jnp.where(pos < end, x, 0) if i else x).astype(kv_buf.dtype)
 
@@ -302,8 +340,8 @@ def _kernel(
 
     def copy_back(j, b, act):
         last = jnp.maximum(kv_len[b] - 1, 0)  # a wait may name any sequence
-        page = pages[b * table + last // S]
-        at = pl.ds(pl.multiple_of(last % S // group * group, group), group)
+        page = pages[b * table + div(last, S)]
+        at = pl.ds(pl.multiple_of(div(jax.lax.rem(last, S), group) * group, group), group)
         act(pltpu.make_async_copy(out_buf.at[j], kv_hbm.at[layer, page, :, :, at], r["o_sem"].at[j]))
 
     def product(x, y, contract):
@@ -311,51 +349,75 @@ def _kernel(
         dims = (((1,), (contract,)), ((), ()))
         return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    def attend(slot, j, par, k, sub, off, first, block, masked):
-        """Online softmax of rows sub * c.sub on of key head k over a block."""
-        tokens = q_buf[par, j, pl.ds(off + sub * c.sub, c.sub), k]
-        q = tokens.reshape(c.sub * G, H)
-        at = pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)
-        key, value = (kv_buf[slot, j, :, k, i].reshape(keys, H).astype(q.dtype) for i in (0, 1))
-        scores = product(q, key, 1) * scale
+    def score(unit, slot, j, par, k, sub, off, first, block, masked):
+        """Products of the queries in rows sub * c.sub on of key head k and a block's keys, and their new maxima.
+
+        They go into the places that `unit` has for them, and wait there for `accumulate`. The maximum is the same in
+        all lanes.
+        """
+        q = q_buf[par, j, pl.ds(off + sub * c.sub, c.sub), k].reshape(c.sub * G, H)
+        scores = product(q, kv_buf[slot, j, :, k, 0].reshape(keys, H).astype(q.dtype), 1)
         if masked:
             pos = block * keys + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            seen = first + sub * c.sub + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0) // G
-            scores = jnp.where(pos <= seen, scores, MASKED)
-        m_old = jnp.where(block == 0, MASKED, r["m"][j, k, at])
+            token = div(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0), G)
+            scores = jnp.where(pos <= first + sub * c.sub + token, scores, MASKED)
+        m = r["m"].at[j, k, pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)]
+        m_old = m[...]
         m_new = jnp.maximum(m_old, scores.max(-1, keepdims=True))
-        p = jnp.exp(scores - m_new)
-        decay = jnp.exp(m_old - m_new)
-        r["m"][j, k, at] = m_new
-        r["l"][j, k, at] = jnp.where(block == 0, 0.0, r["l"][j, k, at] * decay) + p.sum(-1, keepdims=True)
-        before = jnp.where(block == 0, 0.0, r["acc"][j, k, at] * decay)
-        r["acc"][j, k, at] = before + product(p.astype(value.dtype), value, 0)
+        m[...] = m_new
+        r["scores"][unit][...] = scores
+        r["max"][unit][...] = m_new
+        r["decay"][unit][...] = jnp.exp2((m_old - m_new) * log2)
 
-    def compute(slot, j, b, tile, block, par):
-        row, first, rows = item(b, tile)
+    def accumulate(unit, slot, j, k, sub):
+        """Online softmax, in powers of two. Its sum is one for each lane, to be summed up at the end."""
+        at = pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)
+        decay = r["decay"][unit][...]
+        p = jnp.exp2((r["scores"][unit][...] - wide(r["max"][unit][...], keys)) * log2)
+        r["l"][j, k, at] = r["l"][j, k, at] * decay + sum(p[:, i : i + LANES] for i in range(0, keys, LANES))
+        value = kv_buf[slot, j, :, k, 1].reshape(keys, H).astype(q_buf.dtype)
+        r["acc"][j, k, at] = r["acc"][j, k, at] * wide(decay, H) + product(p.astype(value.dtype), value, 0)
+
+    def begin(j):
+        for name, x in (("m", MASKED), ("l", 0.0), ("acc", 0.0)):
+            r[name][j] = jnp.full_like(r[name][j], x)
+
+    def compute_one(slot, streams):
+        """All scores first: there is much to interleave, and the compiler keeps to the order of memory."""
+        units = [(j * K + k, j, k, state) for j, state in streams for k in range(K)]
+        for unit, j, k, s in units:
+            score(unit, slot, j, s.par, k, 0, 0, s.end - 1, s.block, True)
+        for unit, j, k, _ in units:
+            accumulate(unit, slot, j, k, 0)
+
+    def compute_several(slot, streams):
+        """The scores of the next unit, of rows and a key head, while the current one's softmax is computed."""
+        ((j, s),) = streams
+        row, first, rows = item(s.b, s.tile)
         off = row - jnp.minimum(row, T - c.tokens)
-        if not several:
-            for k in range(K):
-                attend(slot, j, par, k, 0, off, first, block, True)
-            return
-        clear = (block + 1) * keys <= first + 1  # the first row sees all of it
-        count = (rows + c.sub - 1) // c.sub
+        clear = (s.block + 1) * keys <= first + 1  # the first row sees all of it
+        subs = 1 + K % 2  # two units at least: each has scores of its own
+        last = c.tokens // c.sub - 1
         for masked in (False, True):
 
             @pl.when(clear != masked)
             def _(masked=masked):
-                def one(sub, _):
-                    for k in range(K):
-                        attend(slot, j, par, k, sub, off, first, block, masked)
+                def some(i, _):
+                    units = [(i * subs + a, k) for a in range(subs) for k in range(K)]
+                    units.append((jnp.minimum(i * subs + subs, last), 0))
+                    for n, (sub, k) in enumerate(units[:-1]):
+                        sub_ahead, k_ahead = units[n + 1]
+                        score(1 - n % 2, slot, j, s.par, k_ahead, sub_ahead, off, first, s.block, masked)
+                        accumulate(n % 2, slot, j, k, sub)
 
-                jax.lax.fori_loop(0, count, one, None)
+                score(0, slot, j, s.par, 0, 0, off, first, s.block, masked)
+                jax.lax.fori_loop(0, div(rows + c.sub * subs - 1, c.sub * subs), some, None)
 
     def finish(j, b, tile):
         """Divide, and send the item's rows."""
         row, _, rows = item(b, tile)
-        wait_pending(j)
         for k in range(K):
-            o = r["acc"][j, k] / r["l"][j, k]
+            o = r["acc"][j, k] / r["l"][j, k].sum(-1, keepdims=True)
             o_buf[j, :, k] = o.reshape(c.tokens, G, H).astype(o_buf.dtype)
         row_copies(o_buf.at[j], row, rows, r["o_sem"].at[j], start)
         if not several:
@@ -373,73 +435,72 @@ def _kernel(
 
     # --- the walk -------------------------------------------------------------------------------------------------
 
-    def claim(want, after, cursor):
-        """The batch's next item if it is wanted, and the one that comes then."""
-        b, tile = cursor
-        mine = jnp.where(want, b, after[0]), jnp.where(want, tile, after[1])
-        more = (tile + 1) * c.tokens < q_len(jnp.minimum(b, B - 1))
-        then = next_seq(jnp.where(want & ~more, b + 1, b)), jnp.where(more, tile + 1, 0)
-        return mine, tuple(jnp.where(want & (b < B), x, y) for x, y in zip(then, cursor, strict=True))
-
     def advance(states, cursor, slot):
-        """Each stream's next block: (sequence, tile, block, which place of the queries); its copies are started."""
+        """Each stream's next block, whose copies are started."""
         nexts = []
-        for j, (b, tile, block, par) in enumerate(states):
-            over = block + 1 >= blocks_of(b, tile)
-            over = over | (b >= B)
-            (b, tile), cursor = claim(over, (b, tile), cursor)
-            block, par = jnp.where(over, 0, block + 1), jnp.where(over, 1 - par, par)
-            kv_copies(slot, j, b, tile, block, start)
+        for j, s in enumerate(states):
+            b, tile = cursor
+            over = s.block + 1 >= s.blocks
+            more = (tile + 1) * c.tokens < q_len(jnp.minimum(b, B - 1))
+            _, first, rows = item(b, tile)
+            claimed = State(b, tile, jnp.int32(0), 1 - s.par, first + rows, div(first + rows + keys - 1, keys))
+            s = State(*(jnp.where(over, x, y) for x, y in zip(claimed, s._replace(block=s.block + 1), strict=True)))
+            cursor = next_seq(jnp.where(over & ~more, b + 1, b)), jnp.where(over, jnp.where(more, tile + 1, 0), tile)
+            kv_copies(slot, j, s, start)
 
-            @pl.when(over & (b < B))
-            def _(j=j, b=b, tile=tile, par=par):
-                q_copies(par, j, b, tile, start)
+            @pl.when(over & (s.b < B))
+            def _(j=j, s=s):
+                q_copies(s.par, j, s.b, s.tile, start)
 
-            nexts.append((b, tile, block, par))
+            nexts.append(s)
         return nexts, cursor
 
     zero_i = jnp.int32(0)
     for j in range(c.streams):
         pending[j] = zero_i
-    # Every stream's first block; a state past the end claims.
-    end = jnp.int32(B)
-    cursor = next_seq(zero_i), zero_i
-    states, cursor = advance([(end, zero_i, zero_i, zero_i)] * c.streams, cursor, zero_i)
+    # A state past the batch's end has no blocks: it claims the first item there is.
+    none = State(jnp.int32(B), zero_i, zero_i, zero_i, zero_i, zero_i)
+    states, cursor = advance([none] * c.streams, (next_seq(zero_i), zero_i), zero_i)
 
     def live(carry):
         _, states, _ = carry
-        return functools.reduce(jnp.logical_or, [s[0] < B for s in states])
+        return functools.reduce(jnp.logical_or, [s.b < B for s in states])
 
     def trip(carry):
         slot, states, cursor = carry
         nexts, cursor = advance(states, cursor, 1 - slot)
-        for j, (b, tile, block, par) in enumerate(states):
+        for j, s in enumerate(states):
+            kv_copies(slot, j, s, wait)
 
-            @pl.when(b < B)
-            def _(j=j, b=b, tile=tile, block=block, par=par):
-                @pl.when(block == 0)
-                def _():
-                    q_copies(par, j, b, tile, wait)
+            @pl.when((s.b < B) & (s.block == 0))
+            def _(j=j, s=s):
+                q_copies(s.par, j, s.b, s.tile, wait)
+                begin(j)
 
-                kv_copies(slot, j, b, tile, block, wait)
+            @pl.when((s.b < B) & (s.block + 1 == s.blocks))
+            def _(j=j, s=s):
+                wait_pending(j)
+                clean(slot, j, s)
 
-                @pl.when(block + 1 == blocks_of(b, tile))
-                def _():
-                    wait_pending(j)
-                    pending[j] = 0
-                    clean(slot, j, b, tile, block, par)
+        compute = compute_several if several else compute_one
+        every = functools.reduce(jnp.logical_and, [s.b < B for s in states])
 
-        for j, (b, tile, block, par) in enumerate(states):
+        @pl.when(every)
+        def _():  # as one, for the compiler to interleave
+            compute(slot, list(enumerate(states)))
 
-            @pl.when(b < B)
-            def _(j=j, b=b, tile=tile, block=block, par=par):
-                compute(slot, j, b, tile, block, par)
+        if c.streams > 1:
+            for j, s in enumerate(states):
 
-        for j, (b, tile, block, _) in enumerate(states):
+                @pl.when(~every & (s.b < B))
+                def _(j=j, s=s):
+                    compute(slot, [(j, s)])
 
-            @pl.when((b < B) & (block + 1 == blocks_of(b, tile)))
-            def _(j=j, b=b, tile=tile):
-                finish(j, b, tile)
+        for j, s in enumerate(states):
+
+            @pl.when((s.b < B) & (s.block + 1 == s.blocks))
+            def _(j=j, s=s):
+                finish(j, s.b, s.tile)
 
         return 1 - slot, nexts, cursor
 
