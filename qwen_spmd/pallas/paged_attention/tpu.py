@@ -85,7 +85,7 @@ def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
     T, K, G, H = q.shape
     S = kv.shape[4]
     if several:
-        subs = 1 + K % 2
+        subs = subs_of(K)
         tokens = min(T, max(1, 1024 // G)) // subs * subs
         return Blocks(tokens, 1, min(max(1, 512 // S), pages_per_seq), math.gcd(tokens // subs, max(1, 256 // G)))
     return Blocks(1, min(4, T), min(max(1, 1024 // S), pages_per_seq), 1)
@@ -94,6 +94,11 @@ def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
 def div(x: Any, y: int) -> Any:
     """Of what is not negative: `//` is several instructions more."""
     return jax.lax.div(x, jnp.full_like(x, y))
+
+
+def subs_of(K: int) -> int:
+    """Sub-tiles of an item that a trip takes, so that they have a multiple of four units: two of two."""
+    return 4 // math.gcd(K, 4)
 
 
 def wide(x: jax.Array, width: int) -> jax.Array:
@@ -120,7 +125,7 @@ def _launch(
     keys, M = c.pages * S, c.tokens * G
     group = min(32, S)  # rows that a copy may write apart, of any dtype
     spare = min(T, S)
-    units = 2 if several else c.streams * K
+    units = 4 if several else c.streams * K
     scratch = {
         "kv_buf": pltpu.VMEM((2, c.streams, c.pages, K, 2, S, H), kv.dtype),
         "q_buf": pltpu.VMEM((2, c.streams, 2 * c.tokens, K, G, H), q.dtype),
@@ -200,25 +205,25 @@ def _kernel(
     def kv_copies(slot, j, s, act):
         """Of the pages of a block that are there."""
         here = jnp.where(s.b < B, s.end - s.block * keys, 0)
-        base = jnp.minimum(s.b, B - 1) * table + s.block * PB
+        base = s.b * table + s.block * PB
+        sem = r["kv_sem"].at[slot, j]
 
         def one(p):
-            act(pltpu.make_async_copy(kv_hbm.at[layer, pages[base + p]], kv_buf.at[slot, j, p], r["kv_sem"].at[slot, j]))
+            act(pltpu.make_async_copy(kv_hbm.at[layer, pages[base + p]], kv_buf.at[slot, j, p], sem))
 
         @pl.when(here > (PB - 1) * S)
         def _():
             if act is wait:  # for all at once
-                whole = kv_hbm.at[0, pl.ds(0, PB)]
-                act(pltpu.make_async_copy(whole, kv_buf.at[slot, j], r["kv_sem"].at[slot, j]))
+                act(pltpu.make_async_copy(kv_hbm.at[0, pl.ds(0, PB)], kv_buf.at[slot, j], sem))
             else:
                 for p in range(PB):
                     one(p)
 
-        for p in range(PB - 1):
+        if PB > 1:
 
-            @pl.when((here <= (PB - 1) * S) & (p * S < here))
-            def _(p=p):
-                one(p)
+            @pl.when(here <= (PB - 1) * S)
+            def _():
+                jax.lax.fori_loop(0, div(here + S - 1, S), lambda p, _: one(p), None)
 
     def q_copies(par, j, b, tile, act):
         row, _, _ = item(b, tile)
@@ -391,26 +396,35 @@ def _kernel(
             accumulate(unit, slot, j, k, 0)
 
     def compute_several(slot, streams):
-        """The scores of the next unit, of rows and a key head, while the current one's softmax is computed."""
+        """The scores of the next two units, each of rows and a key head, while the softmax of two is computed.
+
+        A product with values sums up in one matrix unit, and there are two.
+        """
         ((j, s),) = streams
         row, first, rows = item(s.b, s.tile)
         off = row - jnp.minimum(row, T - c.tokens)
         clear = (s.block + 1) * keys <= first + 1  # the first row sees all of it
-        subs = 1 + K % 2  # two units at least: each has scores of its own
+        subs = subs_of(K)
         last = c.tokens // c.sub - 1
         for masked in (False, True):
 
             @pl.when(clear != masked)
             def _(masked=masked):
+                def scores(place, units):
+                    for n, (sub, k) in enumerate(units):
+                        score(place + n, slot, j, s.par, k, sub, off, first, s.block, masked)
+
                 def some(i, _):
                     units = [(i * subs + a, k) for a in range(subs) for k in range(K)]
-                    units.append((jnp.minimum(i * subs + subs, last), 0))
-                    for n, (sub, k) in enumerate(units[:-1]):
-                        sub_ahead, k_ahead = units[n + 1]
-                        score(1 - n % 2, slot, j, s.par, k_ahead, sub_ahead, off, first, s.block, masked)
-                        accumulate(n % 2, slot, j, k, sub)
+                    ahead = [(a, k) for a in range(subs) for k in range(K)][:2]
+                    units += [(jnp.minimum((i + 1) * subs + a, last), k) for a, k in ahead]
+                    for n in range(0, subs * K, 2):
+                        scores(2 - n % 4, units[n + 2 : n + 4])
+                        for m in (0, 1):
+                            sub, k = units[n + m]
+                            accumulate(n % 4 + m, slot, j, k, sub)
 
-                score(0, slot, j, s.par, 0, 0, off, first, s.block, masked)
+                scores(0, [(a, k) for a in range(subs) for k in range(K)][:2])
                 jax.lax.fori_loop(0, div(rows + c.sub * subs - 1, c.sub * subs), some, None)
 
     def finish(j, b, tile):
@@ -439,16 +453,22 @@ def _kernel(
         """Each stream's next block, whose copies are started."""
         nexts = []
         for j, s in enumerate(states):
-            b, tile = cursor
+
+            def claim(b, tile, s=s):
+                _, first, rows = item(b, tile)
+                end = first + rows
+                s = State(b, tile, jnp.int32(0), 1 - s.par, end, div(end + keys - 1, keys))
+                more = (tile + 1) * c.tokens < q_len(jnp.minimum(b, B - 1))
+                return s, (next_seq(jnp.where(more, b, b + 1)), jnp.where(more, tile + 1, 0))
+
+            def proceed(b, tile, s=s):
+                return s._replace(block=s.block + 1), (b, tile)
+
             over = s.block + 1 >= s.blocks
-            more = (tile + 1) * c.tokens < q_len(jnp.minimum(b, B - 1))
-            _, first, rows = item(b, tile)
-            claimed = State(b, tile, jnp.int32(0), 1 - s.par, first + rows, div(first + rows + keys - 1, keys))
-            s = State(*(jnp.where(over, x, y) for x, y in zip(claimed, s._replace(block=s.block + 1), strict=True)))
-            cursor = next_seq(jnp.where(over & ~more, b + 1, b)), jnp.where(over, jnp.where(more, tile + 1, 0), tile)
+            s, cursor = jax.lax.cond(over, claim, proceed, *cursor)
             kv_copies(slot, j, s, start)
 
-            @pl.when(over & (s.b < B))
+            @pl.when((s.block == 0) & (s.b < B))
             def _(j=j, s=s):
                 q_copies(s.par, j, s.b, s.tile, start)
 
