@@ -49,13 +49,28 @@ class State(NamedTuple):
     blocks: Any
 
 
+class Chunk(NamedTuple):
+    """Pages of a block, and the position of their first token."""
+
+    pages: Any
+    first: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How work is cut: query rows of an item, items under way, pages of a block, query rows of one product."""
+    """How work is cut.
+
+    tokens   query rows of an item
+    streams  items under way
+    pages    of a block
+    chunk    of these, for a block that not every row sees as a whole
+    sub      query rows of one product
+    """
 
     tokens: int
     streams: int
     pages: int
+    chunk: int
     sub: int
 
 
@@ -67,10 +82,12 @@ def paged_attention(
     # Rows of a (token, key head) fill whole tiles of registers, so that tokens times G are rows of a product.
     tile = 8 * 4 // q_TNH.dtype.itemsize
     q = q_TNH.reshape(T, K, G, H)
-    if G % tile:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, -G % tile), (0, 0)))
+    few = 0 if rows.one_token else max(subs_of(K) - T, 0)
+    if G % tile or few:
+        q = jnp.pad(q, ((0, few), (0, 0), (0, -G % tile), (0, 0)))
     # A token's new rows, keys then values, as float32: tokens lie along no tiled dimension and copies may begin at any.
     new = jnp.concatenate([k_TKH, v_TKH], axis=1).astype(jnp.float32)
+    new = jnp.pad(new, ((0, few), (0, 0), (0, 0)))
     if kv.dtype.itemsize == 1:  # eight bits saturate
         limit = float(jnp.finfo(kv.dtype).max)
         new = jnp.clip(new, -limit, limit)
@@ -78,27 +95,31 @@ def paged_attention(
     if not rows.one_token and T > 1:
         o, kv = _launch(q, new, kv, None, layer, rows, several=True)
     o, kv = _launch(q, new, kv, o, layer, rows, several=False)
-    return o[:, :, :G].reshape(T, N, H), kv
+    return o[:T, :, :G].reshape(T, N, H), kv
 
 
 def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
+    """Measured static cycles chose them; see tpu.md."""
     T, K, G, H = q.shape
     S = kv.shape[4]
     if several:
+        keys = min(2048 // S, pages_per_seq)
+        rows = 4096 if K * H <= 512 and H > 128 else 2048
         subs = subs_of(K)
-        tokens = min(T, max(1, 1024 // G)) // subs * subs
-        return Blocks(tokens, 1, min(max(1, 512 // S), pages_per_seq), math.gcd(tokens // subs, max(1, 256 // G)))
-    return Blocks(1, min(4, T), min(max(1, 1024 // S), pages_per_seq), 1)
+        tokens = min(T, max(1, rows // G)) // subs * subs
+        return Blocks(tokens, 1, max(1, keys), max(1, math.gcd(keys, 512 // S)), math.gcd(tokens // subs, max(1, 256 // G)))
+    pages = max(1, min(1024 // S, pages_per_seq))
+    return Blocks(1, min(4, T), pages, pages, 1)
+
+
+def subs_of(K: int) -> int:
+    """Sub-tiles of an item that a trip takes, so that they have a multiple of eight units: of two, four times."""
+    return 8 // math.gcd(K, 8)
 
 
 def div(x: Any, y: int) -> Any:
     """Of what is not negative: `//` is several instructions more."""
     return jax.lax.div(x, jnp.full_like(x, y))
-
-
-def subs_of(K: int) -> int:
-    """Sub-tiles of an item that a trip takes, so that they have a multiple of four units: two of two."""
-    return 4 // math.gcd(K, 4)
 
 
 def wide(x: jax.Array, width: int) -> jax.Array:
@@ -128,9 +149,9 @@ def _launch(
     units = 4 if several else c.streams * K
     scratch = {
         "kv_buf": pltpu.VMEM((2, c.streams, c.pages, K, 2, S, H), kv.dtype),
-        "q_buf": pltpu.VMEM((2, c.streams, 2 * c.tokens, K, G, H), q.dtype),
+        "q_buf": pltpu.VMEM((2, c.streams, c.tokens + c.sub, K, G, H), q.dtype),
         "o_buf": pltpu.VMEM((c.streams, c.tokens, K, G, H), q.dtype),
-        "zeros": pltpu.VMEM((c.tokens, K, G, H), q.dtype),
+        "zeros": pltpu.VMEM((min(c.tokens, 16), K, G, H), q.dtype),
         "acc": pltpu.VMEM((c.streams, K, M, H), jnp.float32),
         "m": pltpu.VMEM((c.streams, K, M, LANES), jnp.float32),
         "l": pltpu.VMEM((c.streams, K, M, LANES), jnp.float32),
@@ -235,9 +256,9 @@ def _kernel(
 
     def row_copies(src, row, rows, sem, act):
         """Of the first `rows` of src, a number known at run time only: in powers of two."""
-        size = pl.next_power_of_2(c.tokens)
+        size = pl.next_power_of_2(src.shape[0])
         while size:
-            if size <= c.tokens:
+            if size <= src.shape[0]:
 
                 @pl.when((rows & size) != 0)
                 def _(size=size):
@@ -265,10 +286,10 @@ def _kernel(
         else:
 
             def padding(i):
-                row = q_start[B] + i * c.tokens
-                return row, jnp.minimum(T - row, c.tokens)
+                row = q_start[B] + i * r["zeros"].shape[0]
+                return row, jnp.minimum(T - row, r["zeros"].shape[0])
 
-            count = (T - q_start[B] + c.tokens - 1) // c.tokens
+            count = div(T - q_start[B] + r["zeros"].shape[0] - 1, r["zeros"].shape[0])
 
         def zero(act):
             jax.lax.fori_loop(0, count, lambda i, _: row_copies(r["zeros"], *padding(i), r["z_sem"], act), None)
@@ -341,7 +362,7 @@ def _kernel(
             for k in range(K):
                 kv_buf[slot, j, p, k, 1, at] = jnp.zeros((group, H), kv_buf.dtype)
 
-        jax.lax.fori_loop(g + 1, keys // group, zero, None)
+        jax.lax.fori_loop(g + 1, chunks(s) * (c.chunk * S // group), zero, None)
 
     def copy_back(j, b, act):
         last = jnp.maximum(kv_len[b] - 1, 0)  # a wait may name any sequence
@@ -354,33 +375,35 @@ def _kernel(
         dims = (((1,), (contract,)), ((), ()))
         return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    def score(unit, slot, j, par, k, sub, off, first, block, masked):
+    def score(unit, slot, j, par, k, sub, off, first, chunk, masked):
         """Products of the queries in rows sub * c.sub on of key head k and a block's keys, and their new maxima.
 
         They go into the places that `unit` has for them, and wait there for `accumulate`. The maximum is the same in
         all lanes.
         """
-        q = q_buf[par, j, pl.ds(off + sub * c.sub, c.sub), k].reshape(c.sub * G, H)
-        scores = product(q, kv_buf[slot, j, :, k, 0].reshape(keys, H).astype(q.dtype), 1)
+        row = jnp.minimum(off + sub * c.sub, c.tokens)  # past the end there are none of the item's
+        q = q_buf[par, j, pl.ds(row, c.sub), k].reshape(c.sub * G, H)
+        scores = product(q, kv_buf[slot, j, chunk.pages, k, 0].reshape(-1, H).astype(q.dtype), 1)
         if masked:
-            pos = block * keys + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            pos = chunk.first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             token = div(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0), G)
             scores = jnp.where(pos <= first + sub * c.sub + token, scores, MASKED)
         m = r["m"].at[j, k, pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)]
         m_old = m[...]
         m_new = jnp.maximum(m_old, scores.max(-1, keepdims=True))
         m[...] = m_new
-        r["scores"][unit][...] = scores
+        r["scores"][unit][:, : scores.shape[1]] = scores
         r["max"][unit][...] = m_new
         r["decay"][unit][...] = jnp.exp2((m_old - m_new) * log2)
 
-    def accumulate(unit, slot, j, k, sub):
+    def accumulate(unit, slot, j, k, sub, chunk):
         """Online softmax, in powers of two. Its sum is one for each lane, to be summed up at the end."""
         at = pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)
         decay = r["decay"][unit][...]
-        p = jnp.exp2((r["scores"][unit][...] - wide(r["max"][unit][...], keys)) * log2)
-        r["l"][j, k, at] = r["l"][j, k, at] * decay + sum(p[:, i : i + LANES] for i in range(0, keys, LANES))
-        value = kv_buf[slot, j, :, k, 1].reshape(keys, H).astype(q_buf.dtype)
+        value = kv_buf[slot, j, chunk.pages, k, 1].reshape(-1, H).astype(q_buf.dtype)
+        n = len(value)
+        p = jnp.exp2((r["scores"][unit][:, :n] - wide(r["max"][unit][...], n)) * log2)
+        r["l"][j, k, at] = r["l"][j, k, at] * decay + sum(p[:, i : i + LANES] for i in range(0, n, LANES))
         r["acc"][j, k, at] = r["acc"][j, k, at] * wide(decay, H) + product(p.astype(value.dtype), value, 0)
 
     def begin(j):
@@ -389,43 +412,59 @@ def _kernel(
 
     def compute_one(slot, streams):
         """All scores first: there is much to interleave, and the compiler keeps to the order of memory."""
-        units = [(j * K + k, j, k, state) for j, state in streams for k in range(K)]
-        for unit, j, k, s in units:
-            score(unit, slot, j, s.par, k, 0, 0, s.end - 1, s.block, True)
-        for unit, j, k, _ in units:
-            accumulate(unit, slot, j, k, 0)
+        units = [(j * K + k, j, k, state, Chunk(pl.ds(0, PB), state.block * keys)) for j, state in streams for k in range(K)]
+        for unit, j, k, s, chunk in units:
+            score(unit, slot, j, s.par, k, 0, 0, s.end - 1, chunk, True)
+        for unit, j, k, _, chunk in units:
+            accumulate(unit, slot, j, k, 0, chunk)
 
     def compute_several(slot, streams):
+        """A block that all rows see as a whole, and of others chunk after chunk as far as the last row sees."""
+        ((j, s),) = streams
+        row, first, rows = item(s.b, s.tile)
+        start = s.block * keys
+
+        @pl.when(start + keys <= first + 1)
+        def _():
+            rows_of_chunk(slot, j, s, row, first, rows, Chunk(pl.ds(0, PB), start), False)
+
+        @pl.when(start + keys > first + 1)
+        def _():
+            def some(i, _):
+                chunk = Chunk(pl.ds(i * c.chunk, c.chunk), start + i * c.chunk * S)
+                rows_of_chunk(slot, j, s, row, first, rows, chunk, True)
+
+            jax.lax.fori_loop(0, chunks(s), some, None)
+
+    def chunks(s):
+        """Of a block: those that the last row sees any of."""
+        return div(jnp.minimum(s.end - s.block * keys, keys) + c.chunk * S - 1, c.chunk * S)
+
+    def rows_of_chunk(slot, j, s, row, first, rows, chunk, masked):
         """The scores of the next two units, each of rows and a key head, while the softmax of two is computed.
 
         A product with values sums up in one matrix unit, and there are two.
         """
-        ((j, s),) = streams
-        row, first, rows = item(s.b, s.tile)
         off = row - jnp.minimum(row, T - c.tokens)
-        clear = (s.block + 1) * keys <= first + 1  # the first row sees all of it
         subs = subs_of(K)
         last = c.tokens // c.sub - 1
-        for masked in (False, True):
+        units = [(a, k) for a in range(subs) for k in range(K)]
 
-            @pl.when(clear != masked)
-            def _(masked=masked):
-                def scores(place, units):
-                    for n, (sub, k) in enumerate(units):
-                        score(place + n, slot, j, s.par, k, sub, off, first, s.block, masked)
+        def scores(place, units):
+            for n, (sub, k) in enumerate(units):
+                score(place + n, slot, j, s.par, k, sub, off, first, chunk, masked)
 
-                def some(i, _):
-                    units = [(i * subs + a, k) for a in range(subs) for k in range(K)]
-                    ahead = [(a, k) for a in range(subs) for k in range(K)][:2]
-                    units += [(jnp.minimum((i + 1) * subs + a, last), k) for a, k in ahead]
-                    for n in range(0, subs * K, 2):
-                        scores(2 - n % 4, units[n + 2 : n + 4])
-                        for m in (0, 1):
-                            sub, k = units[n + m]
-                            accumulate(n % 4 + m, slot, j, k, sub)
+        def some(i, _):
+            here = [(i * subs + a, k) for a, k in units]
+            here += [(jnp.minimum((i + 1) * subs + a, last), k) for a, k in units[:2]]
+            for n in range(0, len(units), 2):
+                scores(2 - n % 4, here[n + 2 : n + 4])
+                for m in (0, 1):
+                    sub, k = here[n + m]
+                    accumulate(n % 4 + m, slot, j, k, sub, chunk)
 
-                scores(0, [(a, k) for a in range(subs) for k in range(K)][:2])
-                jax.lax.fori_loop(0, div(rows + c.sub * subs - 1, c.sub * subs), some, None)
+        scores(0, units[:2])
+        jax.lax.fori_loop(0, div(rows + c.sub * subs - 1, c.sub * subs), some, None)
 
     def finish(j, b, tile):
         """Divide, and send the item's rows."""
