@@ -432,7 +432,11 @@ def _kernel(
         def _():
             def some(i, _):
                 chunk = Chunk(pl.ds(i * c.chunk, c.chunk), start + i * c.chunk * S)
-                rows_of_chunk(slot, j, s, row, first, rows, chunk, True)
+                for masked in (False, True):
+
+                    @pl.when((chunk.first + c.chunk * S > first + 1) == masked)
+                    def _(masked=masked):
+                        rows_of_chunk(slot, j, s, row, first, rows, chunk, masked)
 
             jax.lax.fori_loop(0, chunks(s), some, None)
 
