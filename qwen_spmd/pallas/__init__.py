@@ -13,7 +13,11 @@ Impl = Literal["reference", "gpu", "tpu"]
 
 
 def impl_for(device: Any) -> Impl:
-    """The implementation that a device of this platform runs."""
+    """The implementation that a device of this platform runs.
+
+    A TPU runs the reference: of the ops of a step only paged attention has a TPU kernel yet. In "tpu", the others are
+    the reference, too.
+    """
     if device.platform not in ("gpu", "cuda"):
         return "reference"
     capability = str(getattr(device, "compute_capability", "9.0"))  # described devices may not say

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from qwen_spmd.pallas import impl_for
 from qwen_spmd.pallas.add_norm import cases as add_norm
@@ -349,6 +350,27 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
     with interpreted(getattr(case, "capability", 90)):
         got = jax.tree.map(np.array, op.cases.run(x, "gpu"))
     op.check(x, got, op.factor, "gpu")
+
+
+# By op, those that every run of the tests has; `slow` has the others.
+INTERPRETED_FOR_TPU = {"paged_attention": ("bucket of 8, 3 live", "chunks before decode rows")}
+
+
+def interpreted_tpu_cases():
+    for name, few in INTERPRETED_FOR_TPU.items():
+        for case in OPS[name].cases.CASES:
+            if not case.full:
+                marks = () if case.name in few else pytest.mark.slow
+                yield pytest.param(OPS[name], case, id=f"{name}: {case.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("op", "case"), list(interpreted_tpu_cases()))
+def test_parity_of_interpreted_tpu_kernels(op, case):
+    """Memory that nobody has written is NaN, and copies are only done when they are waited for."""
+    x = op.cases.inputs(case)
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.tree.map(np.array, jax.jit(lambda x: op.cases.run(x, "tpu"))(x))
+    op.check(x, got, op.factor, "tpu")
 
 
 FORCED = [

@@ -20,7 +20,7 @@ def add_norm(
     The sum is taken in float32, rounded once, and what was rounded is normalised (`layers/norm.py:rms_norm`).
     """
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return reference.add_norm(x_TD, terms, w_D, eps, zero_centred)
         case "gpu":
             from qwen_spmd.pallas.add_norm import gpu

@@ -28,7 +28,7 @@ class Sorted:
 def expert_sort(experts_TX: jax.Array, num_experts: int, *, impl: Impl) -> Sorted:
     """Of int32 choices; those outside 0 to num_experts - 1 are not here and get no place."""
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return Sorted(*reference.expert_sort(experts_TX, num_experts))
         case "gpu":
             from qwen_spmd.pallas.expert_sort import gpu

@@ -15,7 +15,7 @@ def expert_sum(y_RD: jax.Array, pos_TX: jax.Array, gates_TX: jax.Array, *, impl:
     y_RD in any dtype; pos_TX int32, gates_TX float32. Where pos is negative, nothing is added, whatever gates hold.
     """
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return reference.expert_sum(y_RD, pos_TX, gates_TX)
         case "gpu":
             from qwen_spmd.pallas.expert_sum import gpu

@@ -26,5 +26,5 @@ def few_rows_mlp(
     no expert owns, whatever x holds there. Each expert that owns a row is visited once, with all T rows.
     """
     match impl:
-        case "reference" | "gpu":  # no GPU program has it (`FEW_ROWS` of moe_routes)
+        case "reference" | "gpu" | "tpu":  # no GPU program has it (`FEW_ROWS` of moe_routes)
             return reference.few_rows_mlp(x_TD, own_TE, gates_TE, w_gate, w_up, w_down, layer)

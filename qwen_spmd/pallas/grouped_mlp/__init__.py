@@ -44,7 +44,7 @@ def grouped_mlp(
     by row, to mxfp8 for weights in mxfp8 and mxfp4 and to nvfp4 for nvfp4 (`scaled.OF_ROWS`).
     """
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return reference.grouped_mlp(x_TD, rows_R, sizes_E, w_gate, w_up, w_down, layer, expected)
         case "gpu":
             from qwen_spmd.pallas.grouped_mlp import gpu

@@ -24,7 +24,7 @@ def linear(
     Weights are cast to x's dtype, products accumulate in float32. float32 rows multiply in full float32.
     """
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return reference.linear(x, ws, out_dtypes)
         case "gpu":
             from qwen_spmd.pallas.linear import gpu
@@ -38,7 +38,7 @@ def linear_parts(x: jax.Array, ws: Sequence[jax.Array], *, dtype: DTypeLike, imp
     They are float32, or a single term in this dtype.
     """
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return reference.linear_parts(x, ws, dtype)
         case "gpu":
             from qwen_spmd.pallas.linear import gpu

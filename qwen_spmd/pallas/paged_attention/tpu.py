@@ -3,9 +3,9 @@
 
 There is no schedule: the kernel walks the batch's own metadata (`q_start_B`, `kv_len_B`, `pages_BP` in scalar memory),
 so that nothing is computed for a call, nothing is bounded and nothing can overflow. Work is cut into items, a tile of
-`tokens` query rows of a sequence each, and an item's context into blocks of `pages` pages. `streams` items are under way
-at once, each in a place of its own; a stream that has finished an item takes the batch's next. Every trip of the loop
-starts the copies of the next block of each stream, waits for the current ones and computes them.
+`tokens` query rows of a sequence each, and an item's context into blocks of `pages` pages. `streams` items are under
+way at once, each in a place of its own; a stream that has finished an item takes the batch's next. Every trip of the
+loop starts the copies of the next block of each stream, waits for the current ones and computes them.
 
 New keys and values reach their pages here, too. A sequence of one token puts it into the last block it has loaded
 anyway, and copies back the aligned group of rows around it, the least that a copy can write. Longer sequences have
@@ -92,7 +92,7 @@ def paged_attention(
         limit = float(jnp.finfo(kv.dtype).max)
         new = jnp.clip(new, -limit, limit)
     o = None
-    if not rows.one_token and T > 1:
+    if not rows.one_token:
         o, kv = _launch(q, new, kv, None, layer, rows, several=True)
     o, kv = _launch(q, new, kv, o, layer, rows, several=False)
     return o[:T, :, :G].reshape(T, N, H), kv
@@ -107,7 +107,9 @@ def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
         rows = 4096 if K * H <= 512 and H > 128 else 2048
         subs = subs_of(K)
         tokens = min(T, max(1, rows // G)) // subs * subs
-        return Blocks(tokens, 1, max(1, keys), max(1, math.gcd(keys, 512 // S)), math.gcd(tokens // subs, max(1, 256 // G)))
+        return Blocks(
+            tokens, 1, max(1, keys), max(1, math.gcd(keys, 512 // S)), math.gcd(tokens // subs, max(1, 256 // G))
+        )
     pages = max(1, min(1024 // S, pages_per_seq))
     return Blocks(1, min(4, T), pages, pages, 1)
 
@@ -173,7 +175,7 @@ def _launch(
         _kernel, c=c, T=T, B=len(rows.kv_len_B), several=several, one_token=rows.one_token, names=tuple(scratch),
         scale=H**-0.5, given=o is not None,
     )  # fmt: skip
-    o, kv = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)),
         in_specs=[smem] * 4 + [any_] * len(arrays),
@@ -183,7 +185,6 @@ def _launch(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM, has_side_effects=True),
         name=f"paged_attention_{'several' if several else 'one'}_{c.tokens}x{c.streams}x{keys}",
     )(*scalars, *arrays)
-    return o, kv
 
 
 def _kernel(
@@ -223,28 +224,30 @@ def _kernel(
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
+    def page_copy(slot, j, s, p):
+        page = pages[s.b * table + s.block * PB + p]
+        return pltpu.make_async_copy(kv_hbm.at[layer, page], kv_buf.at[slot, j, p], r["kv_sem"].at[slot, j])
+
+    def whole_block(slot, j, s, act):
+        if act is wait:  # for all at once
+            act(pltpu.make_async_copy(kv_buf.at[slot, j], kv_buf.at[slot, j], r["kv_sem"].at[slot, j]))
+        else:
+            for p in range(PB):
+                act(page_copy(slot, j, s, p))
+
     def kv_copies(slot, j, s, act):
         """Of the pages of a block that are there."""
         here = jnp.where(s.b < B, s.end - s.block * keys, 0)
-        base = s.b * table + s.block * PB
-        sem = r["kv_sem"].at[slot, j]
-
-        def one(p):
-            act(pltpu.make_async_copy(kv_hbm.at[layer, pages[base + p]], kv_buf.at[slot, j, p], sem))
 
         @pl.when(here > (PB - 1) * S)
         def _():
-            if act is wait:  # for all at once
-                act(pltpu.make_async_copy(kv_hbm.at[0, pl.ds(0, PB)], kv_buf.at[slot, j], sem))
-            else:
-                for p in range(PB):
-                    one(p)
+            whole_block(slot, j, s, act)
 
         if PB > 1:
 
             @pl.when(here <= (PB - 1) * S)
             def _():
-                jax.lax.fori_loop(0, div(here + S - 1, S), lambda p, _: one(p), None)
+                jax.lax.fori_loop(0, div(here + S - 1, S), lambda p, _: act(page_copy(slot, j, s, p)), None)
 
     def q_copies(par, j, b, tile, act):
         row, _, _ = item(b, tile)
@@ -275,6 +278,7 @@ def _kernel(
 
     # --- rows of zeros --------------------------------------------------------------------------------------------
 
+    zero = None
     if one_token or several:
         r["zeros"][...] = jnp.zeros_like(r["zeros"])
         if one_token:
@@ -338,7 +342,7 @@ def _kernel(
 
     # --- a block --------------------------------------------------------------------------------------------------
 
-    def clean(slot, j, s):
+    def clean(slot, j, s, chunks):
         """In an item's last block: the new token of a sequence of one, and zeros for values past the end."""
         end = s.end
         g = div(end - 1 - s.block * keys, group)
@@ -362,7 +366,7 @@ def _kernel(
             for k in range(K):
                 kv_buf[slot, j, p, k, 1, at] = jnp.zeros((group, H), kv_buf.dtype)
 
-        jax.lax.fori_loop(g + 1, chunks(s) * (c.chunk * S // group), zero, None)
+        jax.lax.fori_loop(g + 1, chunks * (c.chunk * S // group), zero, None)
 
     def copy_back(j, b, act):
         last = jnp.maximum(kv_len[b] - 1, 0)  # a wait may name any sequence
@@ -410,13 +414,24 @@ def _kernel(
         for name, x in (("m", MASKED), ("l", 0.0), ("acc", 0.0)):
             r[name][j] = jnp.full_like(r[name][j], x)
 
-    def compute_one(slot, streams):
+    def compute_one(slot, streams, chunk=None):
         """All scores first: there is much to interleave, and the compiler keeps to the order of memory."""
-        units = [(j * K + k, j, k, state, Chunk(pl.ds(0, PB), state.block * keys)) for j, state in streams for k in range(K)]
-        for unit, j, k, s, chunk in units:
-            score(unit, slot, j, s.par, k, 0, 0, s.end - 1, chunk, True)
-        for unit, j, k, _, chunk in units:
-            accumulate(unit, slot, j, k, 0, chunk)
+        place = pl.ds(0, PB) if chunk is None else pl.ds(chunk * c.chunk, c.chunk)
+        begin = 0 if chunk is None else chunk * c.chunk * S
+        units = [(j * K + k, j, k, s, Chunk(place, s.block * keys + begin)) for j, s in streams for k in range(K)]
+        for unit, j, k, s, here in units:
+            score(unit, slot, j, s.par, k, 0, 0, s.end - 1, here, True)
+        for unit, j, k, _, here in units:
+            accumulate(unit, slot, j, k, 0, here)
+
+    def compute_chunks(slot, streams):
+        """As far as the longest of the streams' blocks."""
+        most = functools.reduce(jnp.maximum, [chunks(s) for _, s in streams])
+        for chunk in range(PB // c.chunk):
+
+            @pl.when(chunk < most)
+            def _(chunk=chunk):
+                compute_one(slot, streams, chunk)
 
     def compute_several(slot, streams):
         """A block that all rows see as a whole, and of others chunk after chunk as far as the last row sees."""
@@ -529,9 +544,10 @@ def _kernel(
         _, states, _ = carry
         return functools.reduce(jnp.logical_or, [s.b < B for s in states])
 
-    def trip(carry):
-        slot, states, cursor = carry
+    def slow_trip(slot, states, cursor):
         nexts, cursor = advance(states, cursor, 1 - slot)
+        # Streams that are computed together have zeros where the longest of them has values.
+        deepest = functools.reduce(jnp.maximum, [jnp.where(s.b < B, chunks(s), 0) for s in states])
         for j, s in enumerate(states):
             kv_copies(slot, j, s, wait)
 
@@ -543,9 +559,9 @@ def _kernel(
             @pl.when((s.b < B) & (s.block + 1 == s.blocks))
             def _(j=j, s=s):
                 wait_pending(j)
-                clean(slot, j, s)
+                clean(slot, j, s, deepest)
 
-        compute = compute_several if several else compute_one
+        compute = compute_several if several else compute_chunks
         every = functools.reduce(jnp.logical_and, [s.b < B for s in states])
 
         @pl.when(every)
@@ -565,10 +581,30 @@ def _kernel(
             def _(j=j, s=s):
                 finish(j, s.b, s.tile)
 
-        return 1 - slot, nexts, cursor
+        return tuple(nexts), cursor
 
-    jax.lax.while_loop(live, trip, (zero_i, states, cursor))
+    def fast_trip(slot, states, cursor):
+        """Of streams that are all within an item, with a whole block next: without branches."""
+        nexts = tuple(s._replace(block=s.block + 1) for s in states)
+        for j, s in enumerate(nexts):
+            whole_block(1 - slot, j, s, start)
+        for j, s in enumerate(states):
+            whole_block(slot, j, s, wait)
+        compute_one(slot, list(enumerate(states)))
+        return nexts, cursor
+
+    def trip(carry):
+        slot, states, cursor = carry
+        if several:
+            states, cursor = slow_trip(slot, states, cursor)
+        else:
+            within = [(s.b < B) & (s.block > 0) & ((s.block + 2) * keys <= s.end) for s in states]
+            fast = functools.reduce(jnp.logical_and, within)
+            states, cursor = jax.lax.cond(fast, fast_trip, slow_trip, slot, states, cursor)
+        return 1 - slot, states, cursor
+
+    jax.lax.while_loop(live, trip, (zero_i, tuple(states), cursor))
     for j in range(c.streams):
         wait_pending(j)
-    if one_token or several:
+    if zero is not None:
         zero(wait)

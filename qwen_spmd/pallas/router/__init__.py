@@ -18,7 +18,7 @@ def router(
     float32. Rows of NaN give ids of experts that exist, and rows that are not valid -1 in place of ids.
     """
     match impl:
-        case "reference":
+        case "reference" | "tpu":
             return reference.router(parts_STE, valid_T, experts_per_row, normalise)
         case "gpu":
             from qwen_spmd.pallas.router import gpu
