@@ -110,8 +110,8 @@ def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
         return Blocks(
             tokens, 1, max(1, keys), max(1, math.gcd(keys, 512 // S)), math.gcd(tokens // subs, max(1, 256 // G))
         )
-    pages = max(1, min(1024 // S, pages_per_seq))
-    return Blocks(1, min(4, T), pages, pages, 1)
+    pages = max(1, min(2048 // S, pages_per_seq))
+    return Blocks(1, min(4, T), pages, max(1, math.gcd(pages, 1024 // S)), 1)
 
 
 def subs_of(K: int) -> int:
@@ -551,11 +551,6 @@ def _kernel(
         for j, s in enumerate(states):
             kv_copies(slot, j, s, wait)
 
-            @pl.when((s.b < B) & (s.block == 0))
-            def _(j=j, s=s):
-                q_copies(s.par, j, s.b, s.tile, wait)
-                begin(j)
-
             @pl.when((s.b < B) & (s.block + 1 == s.blocks))
             def _(j=j, s=s):
                 wait_pending(j)
@@ -595,10 +590,21 @@ def _kernel(
 
     def trip(carry):
         slot, states, cursor = carry
+        first = [(s.b < B) & (s.block == 0) for s in states]
+
+        @pl.when(functools.reduce(jnp.logical_or, first))
+        def _():
+            for j, s in enumerate(states):
+
+                @pl.when(first[j])
+                def _(j=j, s=s):
+                    q_copies(s.par, j, s.b, s.tile, wait)
+                    begin(j)
+
         if several:
             states, cursor = slow_trip(slot, states, cursor)
         else:
-            within = [(s.b < B) & (s.block > 0) & ((s.block + 2) * keys <= s.end) for s in states]
+            within = [(s.b < B) & ((s.block + 2) * keys <= s.end) for s in states]
             fast = functools.reduce(jnp.logical_and, within)
             states, cursor = jax.lax.cond(fast, fast_trip, slow_trip, slot, states, cursor)
         return 1 - slot, states, cursor
