@@ -485,12 +485,13 @@ def _kernel(
         scores(0, units[:2])
         jax.lax.fori_loop(0, div(rows + c.sub * subs - 1, c.sub * subs), some, None)
 
-    def finish(j, b, tile):
-        """Divide, and send the item's rows."""
-        row, _, rows = item(b, tile)
+    def divide(j):
         for k in range(K):
             o = r["acc"][j, k] / r["l"][j, k].sum(-1, keepdims=True)
             o_buf[j, :, k] = o.reshape(c.tokens, G, H).astype(o_buf.dtype)
+
+    def send(j, b, tile):
+        row, _, rows = item(b, tile)
         row_copies(o_buf.at[j], row, rows, r["o_sem"].at[j], start)
         if not several:
             copy_back(j, b, start)
@@ -570,11 +571,24 @@ def _kernel(
                 def _(j=j, s=s):
                     compute(slot, [(j, s)])
 
-        for j, s in enumerate(states):
+        ends = [(s.b < B) & (s.block + 1 == s.blocks) for s in states]
+        together = functools.reduce(jnp.logical_and, ends)
 
-            @pl.when((s.b < B) & (s.block + 1 == s.blocks))
+        @pl.when(together)
+        def _():
+            for j in range(c.streams):
+                divide(j)
+
+        for j, s in enumerate(states):
+            if c.streams > 1:
+
+                @pl.when(ends[j] & ~together)
+                def _(j=j):
+                    divide(j)
+
+            @pl.when(ends[j])
             def _(j=j, s=s):
-                finish(j, s.b, s.tile)
+                send(j, s.b, s.tile)
 
         return tuple(nexts), cursor
 
