@@ -592,15 +592,16 @@ def _kernel(
 
         return tuple(nexts), cursor
 
-    def fast_trip(slot, states, cursor):
+    def fast_trip(_, carry):
         """Of streams that are all within an item, with a whole block next: without branches."""
+        slot, states = carry
         nexts = tuple(s._replace(block=s.block + 1) for s in states)
         for j, s in enumerate(nexts):
             whole_block(1 - slot, j, s, start)
         for j, s in enumerate(states):
             whole_block(slot, j, s, wait)
         compute_one(slot, list(enumerate(states)))
-        return nexts, cursor
+        return 1 - slot, nexts
 
     def trip(carry):
         slot, states, cursor = carry
@@ -615,12 +616,10 @@ def _kernel(
                     q_copies(s.par, j, s.b, s.tile, wait)
                     begin(j)
 
-        if several:
-            states, cursor = slow_trip(slot, states, cursor)
-        else:
-            within = [(s.b < B) & ((s.block + 2) * keys <= s.end) for s in states]
-            fast = functools.reduce(jnp.logical_and, within)
-            states, cursor = jax.lax.cond(fast, fast_trip, slow_trip, slot, states, cursor)
+        if not several:
+            whole = [jnp.where(s.b < B, div(s.end, keys) - s.block - 1, 0) for s in states]
+            slot, states = jax.lax.fori_loop(0, functools.reduce(jnp.minimum, whole), fast_trip, (slot, states))
+        states, cursor = slow_trip(slot, states, cursor)
         return 1 - slot, states, cursor
 
     jax.lax.while_loop(live, trip, (zero_i, tuple(states), cursor))
