@@ -163,6 +163,7 @@ def _launch(
         "max": [pltpu.VMEM((c.sub * G, LANES), jnp.float32)] * units,
         "decay": [pltpu.VMEM((c.sub * G, LANES), jnp.float32)] * units,
         "pending": pltpu.SMEM((c.streams,), jnp.int32),
+        "skipped": pltpu.SMEM((1,), jnp.int32),
         "kv_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
         "q_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
         "o_sem": pltpu.SemaphoreType.DMA((c.streams,)),
@@ -194,8 +195,8 @@ def _kernel(
     refs = refs[1 + given :]  # the aliased inputs
     o_hbm, kv_hbm = refs[:2]
     r = dict(zip(names, refs[2:], strict=True))
-    kv_buf, q_buf, o_buf, new_buf, out_buf, pending = (
-        r[name] for name in ("kv_buf", "q_buf", "o_buf", "new_buf", "out_buf", "pending")
+    kv_buf, q_buf, o_buf, new_buf, out_buf, pending, skipped = (
+        r[name] for name in ("kv_buf", "q_buf", "o_buf", "new_buf", "out_buf", "pending", "skipped")
     )
     _, _, PB, K, _, S, H = kv_buf.shape
     G, keys, table = q_buf.shape[4], PB * S, pages.shape[0] // B
@@ -213,7 +214,16 @@ def _kernel(
             n = q_len(jnp.minimum(b, B - 1))
             return (b < B) & ((n <= 1) if several else (n != 1))
 
-        return jax.lax.while_loop(other, lambda b: b + 1, b)
+        def skip(b):
+            if one_token:  # a row of padding
+                zero_row(b).start()
+                skipped[0] += 1
+            return b + 1
+
+        return jax.lax.while_loop(other, skip, b)
+
+    def zero_row(b):
+        return pltpu.make_async_copy(r["zeros"].at[pl.ds(0, 1)], o_hbm.at[pl.ds(b, 1)], r["z_sem"])
 
     def item(b, tile):
         """(row, first position, rows) of a tile of sequence b."""
@@ -278,27 +288,21 @@ def _kernel(
 
     # --- rows of zeros --------------------------------------------------------------------------------------------
 
-    zero = None
+    def tail(act):
+        """Copies of zeros to the rows after the last sequence."""
+        size = r["zeros"].shape[0]
+
+        def one(i, _):
+            row = q_start[B] + i * size
+            row_copies(r["zeros"], row, jnp.minimum(T - row, size), r["z_sem"], act)
+
+        jax.lax.fori_loop(0, div(T - q_start[B] + size - 1, size), one, None)
+
+    skipped[0] = jnp.int32(0)
     if one_token or several:
         r["zeros"][...] = jnp.zeros_like(r["zeros"])
-        if one_token:
-
-            def padding(i):
-                return i, jnp.where(kv_len[i] > 0, 0, 1)
-
-            count = B
-        else:
-
-            def padding(i):
-                row = q_start[B] + i * r["zeros"].shape[0]
-                return row, jnp.minimum(T - row, r["zeros"].shape[0])
-
-            count = div(T - q_start[B] + r["zeros"].shape[0] - 1, r["zeros"].shape[0])
-
-        def zero(act):
-            jax.lax.fori_loop(0, count, lambda i, _: row_copies(r["zeros"], *padding(i), r["z_sem"], act), None)
-
-        zero(start)
+    if several:
+        tail(start)
 
     # --- new rows of longer sequences -----------------------------------------------------------------------------
 
@@ -625,5 +629,7 @@ def _kernel(
     jax.lax.while_loop(live, trip, (zero_i, tuple(states), cursor))
     for j in range(c.streams):
         wait_pending(j)
-    if zero is not None:
-        zero(wait)
+    if several:
+        tail(wait)
+    if one_token:
+        jax.lax.fori_loop(0, skipped[0], lambda b, _: zero_row(b).wait(), None)
