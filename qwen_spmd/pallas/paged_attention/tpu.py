@@ -99,19 +99,61 @@ def paged_attention(
 
 
 def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
-    """Measured static cycles chose them; see tpu.md."""
+    """The largest that fit into vector memory. Few long blocks have few beginnings and ends, where matrix units idle.
+
+    q [T, K, G, H], kv [L, P, K, 2, S, H]. Items of several rows have up to 4096 rows of a key head, in products of 256:
+    halved first, as blocks of keys matter more (tpu.md has the figures).
+    """
+    T, K, G, _ = q.shape
+    S = kv.shape[4]
+
+    def candidates():
+        for keys in (2048, 1024, 512, 256):
+            pages = max(1, min(keys // S, pages_per_seq))
+            if not several:
+                yield Blocks(1, min(4, T), pages, max(1, math.gcd(pages, 1024 // S)), 1)
+                continue
+            subs = subs_of(K)
+            for rows in (4096, 2048, 1024):
+                tokens = max(min(T, rows // G) // subs, 1) * subs
+                sub = math.gcd(tokens // subs, max(1, 256 // G))
+                yield Blocks(tokens, 1, pages, max(1, math.gcd(pages, 512 // S)), sub)
+
+    for c in candidates():
+        if sum(map(_bytes, _vectors(c, q, kv, several).values())) <= VMEM - (2 << 20):
+            return c
+    raise ValueError(f"no blocks of {q.shape} queries and {kv.shape} pages fit into vector memory")
+
+
+def _vectors(c: Blocks, q: Any, kv: Any, several: bool) -> dict[str, Any]:
+    """Scratch in vector memory."""
     T, K, G, H = q.shape
     S = kv.shape[4]
-    if several:
-        keys = min(2048 // S, pages_per_seq)
-        rows = 4096 if K * H <= 512 and H > 128 else 2048
-        subs = subs_of(K)
-        tokens = min(T, max(1, rows // G)) // subs * subs
-        return Blocks(
-            tokens, 1, max(1, keys), max(1, math.gcd(keys, 512 // S)), math.gcd(tokens // subs, max(1, 256 // G))
-        )
-    pages = max(1, min(2048 // S, pages_per_seq))
-    return Blocks(1, min(4, T), pages, max(1, math.gcd(pages, 1024 // S)), 1)
+    rows, keys, group = c.tokens * G, c.pages * S, min(32, S)
+    new = (2 * S + min(T, S), 2 * K, H) if several else (2, c.streams, 1, 2 * K, H)
+    units = 4 if several else c.streams * K
+    shapes: dict[str, tuple] = {
+        "kv_buf": ((2, c.streams, c.pages, K, 2, S, H), kv.dtype),
+        "q_buf": ((2, c.streams, c.tokens + c.sub, K, G, H), q.dtype),
+        "o_buf": ((c.streams, c.tokens, K, G, H), q.dtype),
+        "zeros": ((min(c.tokens, 16), K, G, H), q.dtype),
+        "acc": ((c.streams, K, rows, H), jnp.float32),
+        "m": ((c.streams, K, rows, LANES), jnp.float32),
+        "l": ((c.streams, K, rows, LANES), jnp.float32),
+        "new_buf": (new, jnp.float32),
+        "out_buf": ((K, 2, S, H) if several else (c.streams, K, 2, group, H), kv.dtype),
+    }
+    for i in range(units):
+        shapes[f"scores{i}"] = (c.sub * G, keys), jnp.float32
+        shapes[f"max{i}"] = shapes[f"decay{i}"] = (c.sub * G, LANES), jnp.float32
+    return {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
+
+
+def _bytes(x: Any) -> int:
+    """With what is lost to whole tiles."""
+    tile = 8 * 4 // x.dtype.itemsize
+    *outer, rows, lanes = x.shape
+    return math.prod(outer) * -(-rows // tile) * tile * -(-lanes // LANES) * LANES * x.dtype.itemsize
 
 
 def subs_of(K: int) -> int:
@@ -140,28 +182,12 @@ def _launch(
     several: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of sequences of several tokens, or of one. q and o [T, K, G, H], new [T, 2K, H]; o is filled in."""
-    T, K, G, H = q.shape
-    S = kv.shape[4]
+    T, H, S = q.shape[0], q.shape[3], kv.shape[4]
     c = blocks(q, kv, rows.pages_BP.shape[1], several)
     if rows.pages_BP.size * 4 > SMEM:
         raise ValueError(f"a page table of {rows.pages_BP.shape} does not fit into scalar memory")
-    keys, M = c.pages * S, c.tokens * G
-    group = min(32, S)  # rows that a copy may write apart, of any dtype
-    spare = min(T, S)
-    units = 4 if several else c.streams * K
-    scratch = {
-        "kv_buf": pltpu.VMEM((2, c.streams, c.pages, K, 2, S, H), kv.dtype),
-        "q_buf": pltpu.VMEM((2, c.streams, c.tokens + c.sub, K, G, H), q.dtype),
-        "o_buf": pltpu.VMEM((c.streams, c.tokens, K, G, H), q.dtype),
-        "zeros": pltpu.VMEM((min(c.tokens, 16), K, G, H), q.dtype),
-        "acc": pltpu.VMEM((c.streams, K, M, H), jnp.float32),
-        "m": pltpu.VMEM((c.streams, K, M, LANES), jnp.float32),
-        "l": pltpu.VMEM((c.streams, K, M, LANES), jnp.float32),
-        "new_buf": pltpu.VMEM((2 * S + spare, 2 * K, H) if several else (2, c.streams, 1, 2 * K, H), jnp.float32),
-        "out_buf": pltpu.VMEM((K, 2, S, H) if several else (c.streams, K, 2, group, H), kv.dtype),
-        "scores": [pltpu.VMEM((c.sub * G, keys), jnp.float32)] * units,
-        "max": [pltpu.VMEM((c.sub * G, LANES), jnp.float32)] * units,
-        "decay": [pltpu.VMEM((c.sub * G, LANES), jnp.float32)] * units,
+    keys = c.pages * S
+    scratch = {name: pltpu.VMEM(x.shape, x.dtype) for name, x in _vectors(c, q, kv, several).items()} | {
         "pending": pltpu.SMEM((c.streams,), jnp.int32),
         "skipped": pltpu.SMEM((1,), jnp.int32),
         "kv_sem": pltpu.SemaphoreType.DMA((2, c.streams)),
@@ -400,17 +426,17 @@ def _kernel(
         m_old = m[...]
         m_new = jnp.maximum(m_old, scores.max(-1, keepdims=True))
         m[...] = m_new
-        r["scores"][unit][:, : scores.shape[1]] = scores
-        r["max"][unit][...] = m_new
-        r["decay"][unit][...] = jnp.exp2((m_old - m_new) * log2)
+        r[f"scores{unit}"][:, : scores.shape[1]] = scores
+        r[f"max{unit}"][...] = m_new
+        r[f"decay{unit}"][...] = jnp.exp2((m_old - m_new) * log2)
 
     def accumulate(unit, slot, j, k, sub, chunk):
         """Online softmax, in powers of two. Its sum is one for each lane, to be summed up at the end."""
         at = pl.ds(pl.multiple_of(sub * c.sub * G, c.sub * G), c.sub * G)
-        decay = r["decay"][unit][...]
+        decay = r[f"decay{unit}"][...]
         value = kv_buf[slot, j, chunk.pages, k, 1].reshape(-1, H).astype(q_buf.dtype)
         n = len(value)
-        p = jnp.exp2((r["scores"][unit][:, :n] - wide(r["max"][unit][...], n)) * log2)
+        p = jnp.exp2((r[f"scores{unit}"][:, :n] - wide(r[f"max{unit}"][...], n)) * log2)
         r["l"][j, k, at] = r["l"][j, k, at] * decay + sum(p[:, i : i + LANES] for i in range(0, n, LANES))
         r["acc"][j, k, at] = r["acc"][j, k, at] * wide(decay, H) + product(p.astype(value.dtype), value, 0)
 
