@@ -35,7 +35,7 @@ Kind = Literal["auto", "gather_scatter", "all_to_all"]
 NOWHERE = -1
 """The place of a padding row's experts."""
 
-FEW_ROWS: dict[Impl, int] = {"reference": 4, "gpu": 0}
+FEW_ROWS: dict[Impl, int] = {"reference": 4, "gpu": 0, "tpu": 4}
 """Up to so many rows, each expert that any of them goes to visits them all, and nothing is sorted: the smallest tile of
 sorted rows is as large. With 8 rows a CPU loses a sixth of its decode speed to this. A GPU sorts in one launch."""
 

@@ -355,7 +355,10 @@ def test_parity_of_interpreted_gpu_kernels(op, case):
 
 
 # By op, those that every run of the tests has; `slow` has the others.
-INTERPRETED_FOR_TPU = {"gated_delta": ("mixed, bfloat16", "bucket of 8, forks", "bucket of 8, bfloat16 state")}
+INTERPRETED_FOR_TPU = {
+    "gated_delta": ("mixed, bfloat16", "bucket of 8, forks", "bucket of 8, bfloat16 state"),
+    "paged_attention": ("bucket of 8, 3 live", "chunks before decode rows"),
+}
 
 
 def interpreted_tpu_cases():

@@ -38,3 +38,7 @@ def paged_attention(
             from qwen_spmd.pallas.paged_attention import gpu
 
             return gpu.paged_attention(q_TNH, k_TKH, v_TKH, kv, layer, rows)
+        case "tpu":
+            from qwen_spmd.pallas.paged_attention import tpu
+
+            return tpu.paged_attention(q_TNH, k_TKH, v_TKH, kv, layer, rows)
