@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static cycles of paged attention's TPU kernels, compiled ahead of time for one core of a TPU7x; no TPU is needed.
 
-    PYTHONPATH=<folder of tpu_static.py> python scripts/tpu_attention_cycles.py [case ..]
+    python scripts/tpu_attention_cycles.py [case ..]
 
 `tpu_static` compiles a function for a TPU and reports its loops: bundles of each guarded region, spills, memory. It
 needs libtpu. Static cycles are those of a core that never waits: a lower bound of the time, to be read beside the time
@@ -182,7 +182,7 @@ def tokamax_cycles(case: Case, report: dict) -> float:
 
 
 def main() -> None:
-    import tpu_static  # type: ignore[import-not-found]
+    import tpu_static
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES))

@@ -103,7 +103,7 @@ def blocks(q: Any, kv: Any, pages_per_seq: int, several: bool) -> Blocks:
     """The largest that fit into vector memory. Few long blocks have few beginnings and ends, where matrix units idle.
 
     q [T, K, G, H], kv [L, P, K, 2, S, H]. Items of several rows have up to 4096 rows of a key head, in products of 256:
-    halved first, as blocks of keys matter more (tpu.md has the figures).
+    halved first, as blocks of keys matter more (docs/tpu-paged-attention.md has the figures).
     """
     T, K, G, _ = q.shape
     S = kv.shape[4]

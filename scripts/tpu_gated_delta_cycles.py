@@ -2,8 +2,8 @@
 """What Gated DeltaNet costs on a TPU7x core, without one: compiles ahead of time and counts the compiler's schedule.
 
     pip install -e '.[tpu]'
-    python scripts/static_gated_delta.py                # all cases
-    python scripts/static_gated_delta.py --peer         # tokamax's kernels, if it is installed
+    python scripts/tpu_gated_delta_cycles.py                # all cases
+    python scripts/tpu_gated_delta_cycles.py --peer         # tokamax's kernels, if it is installed
 
 A core issues one bundle of instructions a cycle unless it waits for memory, and the compiler's last dump has bundles
 also for every delay that it knows of. So cycles are bundles times how often their loops and branches run, a lower bound
