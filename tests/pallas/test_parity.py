@@ -373,6 +373,8 @@ def interpreted_tpu_cases():
 def test_parity_of_interpreted_tpu_kernels(op, case):
     """Memory that nobody has written is NaN, and copies are only done when they are waited for."""
     x = op.cases.inputs(case)
+    traced = jax.jit(lambda x: op.cases.run(x, "tpu")).trace(x)
+    assert "pallas_call" in str(traced.jaxpr), "the op runs something else"
     with pltpu.force_tpu_interpret_mode():
         got = jax.tree.map(np.array, jax.jit(lambda x: op.cases.run(x, "tpu"))(x))
     op.check(x, got, op.factor, "tpu")

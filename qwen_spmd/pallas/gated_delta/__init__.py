@@ -41,7 +41,7 @@ def gated_delta(
     but 0 alone. Returns o_TUZ in qkv's dtype (zeros for padding), conv and rec.
     """
     match impl:
-        case "reference" | "tpu":
+        case "reference":
             return reference.gated_delta(qkv_TC, b_TU, a_TU, conv_w_WC, a_log_U, dt_bias_U, conv, rec, layer, rows)
         case "gpu":
             from qwen_spmd.pallas.gated_delta import gpu

@@ -32,7 +32,7 @@ def paged_attention(
     zeros and write to page 0. Nothing but a sequence's own first kv_len tokens influences it, whatever pages hold.
     """
     match impl:
-        case "reference" | "tpu":
+        case "reference":
             return reference.paged_attention(q_TNH, k_TKH, v_TKH, kv, layer, rows)
         case "gpu":
             from qwen_spmd.pallas.paged_attention import gpu
