@@ -153,17 +153,12 @@ KINDS: dict[str, Callable[..., Iterator[tuple[str, Callable[[], Call]]]]] = {
 
 
 def graph(calls: Callable[[], None]) -> Callable[[], Any]:
-    """Its replay; the calls themselves if it cannot be captured."""
+    """Its replay."""
     t = torch()
-    try:
-        captured = t.cuda.CUDAGraph()
-        with t.cuda.graph(captured):
-            calls()
-        return captured.replay
-    except Exception:
-        traceback.print_exc()
-        t.cuda.synchronize()
-        return calls
+    captured = t.cuda.CUDAGraph()
+    with t.cuda.graph(captured):
+        calls()
+    return captured.replay
 
 
 def timer(call: Call, us: float) -> Callable[[], float]:

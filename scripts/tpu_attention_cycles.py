@@ -185,10 +185,13 @@ def main() -> None:
     import tpu_static
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}")
+    cases = parser.parse_args().cases or list(CASES)
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     print("| case | kernel | cycles | us | bytes us | products us | spills | VMEM MiB |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in parser.parse_args().cases:
+    for name in cases:
         case = CASES[name]
         report = tpu_static.measure(f"{__file__}:{name.replace(' ', '_')}")
         if "error" in report:

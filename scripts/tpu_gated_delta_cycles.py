@@ -291,6 +291,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.compile:
         return compile_one(given.compile, given.peer)
+    if unknown := set(given.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     print("| case | kernel, 1000 cycles | around it | static us | HBM us | MXU us | of the floor | spills | VMEM MiB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in given.cases or CASES:

@@ -88,7 +88,6 @@ def _grouped(
         return (Descriptor(values.reshape(-1, O), (block_i, block_o)) if tma else values), scales
 
     (w_0, s_0), (w_1, s_1) = operands(w), operands(w if w_up is None else w_up)
-    tiles = min(R, E) + R // block_r  # at most: one for each expert, and those that are full
     (out,) = launch(
         grouped_matmul,
         Descriptor(x, (block_r, block_i)) if tma_rows else x,
@@ -100,7 +99,7 @@ def _grouped(
         s_0,
         s_1,
         out=(ShapeDtypeStruct((R, O), x.dtype),),
-        grid=(min(tiles * triton.cdiv(O, block_o), c["programs"] * processors()),),
+        grid=_programs(R, E, O, block_r, block_o, c["programs"]),
         warps=c["warps"],
         stages=c["stages"],
         E=E,
@@ -120,6 +119,11 @@ def _grouped(
         FLATTEN=bool(c["flatten"]),
     )
     return out
+
+
+def _programs(R: int, E: int, O: int, block_r: int, block_o: int, each: int) -> tuple[int]:
+    """`each` for a processor, but no more than tiles: one of each expert, and those that are full, by columns."""
+    return (min((min(R, E) + R // block_r) * triton.cdiv(O, block_o), each * processors()),)
 
 
 def _microscaled(
@@ -151,7 +155,6 @@ def _microscaled(
         return Descriptor(values, (block_o, block_i // w_pack)) if tma else values, *_scales(w)
 
     (w_0, s_0, scale_0), (w_1, s_1, scale_1) = operands(w), operands(w if w_up is None else w_up)
-    tiles = min(R, E) + R // block_r
     (out,) = launch(
         grouped_matmul_mx,
         quantised.values,
@@ -167,7 +170,7 @@ def _microscaled(
         scale_0,
         scale_1,
         out=(ShapeDtypeStruct((R, O), x.dtype),),
-        grid=(min(tiles * triton.cdiv(O, block_o), c["programs"] * processors()),),
+        grid=_programs(R, E, O, block_r, block_o, c["programs"]),
         warps=c["warps"],
         stages=c["stages"],
         E=E,
@@ -201,7 +204,6 @@ def _gate_up_on_hopper(
     _, E, I, O = w_gate.shape
     R = rows_R.shape[0]
     block_r, block_i, block_o = hopper.BLOCK_R.value, hopper.BLOCK_I.value, hopper.BLOCK_O.value
-    tiles = min(R, E) + R // block_r
     (out,) = launch(
         hopper.gate_up_matmul,
         x_TD,
@@ -210,7 +212,7 @@ def _gate_up_on_hopper(
         layer,
         *(Descriptor(w.reshape(-1, O), (block_i, block_o), hopper.LAYOUT.value) for w in (w_gate, w_up)),
         out=(ShapeDtypeStruct((R, O), x_TD.dtype),),
-        grid=(min(tiles * (O // block_o), processors()),),
+        grid=_programs(R, E, O, block_r, block_o, 1),
         warps=hopper.WARPS.value,
         options=hopper.REGISTERS,
         E=E,

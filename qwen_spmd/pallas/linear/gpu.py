@@ -2,7 +2,7 @@
 """Few rows by whole weights in one launch: a program streams a column of tiles of one weight through the matrix unit.
 
 Where an output has too few columns to occupy all processors, programs share the sum as well (`linear_parts`). More
-rows than FEW are XLA's: its products are no worse there.
+rows than FEW are XLA's.
 """
 
 import math
